@@ -60,9 +60,9 @@ def _translate_speculative_config(original: Callable[..., Any]) -> Callable[...,
             stray = sorted(set(keys) & AdaptiveSpecConfig.own_keys())
             if stray:
                 raise ValueError(
-                    f'speculative_config has {stray[0]!r}, an AdaptiveSpec key, but its method is {keys.get("method")!r}; '
-                    f'set "method": "{METHOD}". (A --model in speculators format brings its own method: name the '
-                    "target as --model and the head as speculative_config's model instead.)"
+                    f"speculative_config has {stray[0]!r}, an AdaptiveSpec key, but its method is "
+                    f'{keys.get("method")!r}; set "method": "{METHOD}". (A --model in speculators format brings its '
+                    "own method: name the target as --model and the head as speculative_config's model instead.)"
                 )
             return original(self, target_model_config, target_parallel_config)
 

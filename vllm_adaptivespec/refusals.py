@@ -62,7 +62,9 @@ ENGINE_SETTINGS = (
     Refusal(
         "context parallelism",
         "a tree's rows must see the whole context",
-        lambda c: c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1,
+        lambda c: (
+            c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
+        ),
     ),
     Refusal("LoRA", "not tested with trees; serve the merged model", lambda c: c.lora_config is not None),
     Refusal(
@@ -91,7 +93,9 @@ ENGINE_SETTINGS = (
         lambda c: c.kv_transfer_config is not None,
     ),
     Refusal(
-        "KV sharing fast prefill", "its layers have no cache of their own", lambda c: c.cache_config.kv_sharing_fast_prefill
+        "KV sharing fast prefill",
+        "its layers have no cache of their own",
+        lambda c: c.cache_config.kv_sharing_fast_prefill,
     ),
     Refusal(
         "asynchronous scheduling",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,35 +10,12 @@ from vllm_adaptivespec.cli import engine_worker, engines
 from vllm_adaptivespec.cli.engines import Engine, EngineError, EngineSettings, EngineSpec, alternate, groups_of, running
 from vllm_adaptivespec.cli.prompts import Prompt
 
-# Speaks the protocol without vLLM: the prompts' lengths, max_tokens and a setting are its "tokens".
-STAND_IN = """
-import json, os, sys
-requests, replies = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
-first = json.loads(requests.readline())
-print("what vLLM logs", flush=True)
-if first["speculative_config"] == {"method": "broken"}:
-    sys.exit("no such method")
-print(json.dumps({"seconds": 0.5, "peak_rss_mib": 10.0}), file=replies, flush=True)
-for line in requests:
-    request = json.loads(line)
-    if request["prompts"] == ["die"]:
-        sys.exit("out of memory")
-    bound = int(os.environ["VLLM_CPU_OMP_THREADS_BIND"] != "")
-    token_ids = [[len(text), request["max_tokens"], bound] for text in request["prompts"]]
-    answer = {"seconds": 0.1, "token_ids": token_ids, "counters": {}, "peak_rss_mib": 11.0}
-    print(json.dumps(answer), file=replies, flush=True)
-"""
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 @pytest.fixture
 def settings():
     return EngineSettings(Path("some-model"), threads=1)
-
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(engines, "WORKER", (sys.executable, "-c", STAND_IN))
-    monkeypatch.setattr(engines, "SETTLE_SECONDS", 0)
 
 
 def test_an_engine_answers_and_ends(settings, tmp_path):

@@ -41,15 +41,31 @@ class EngineSpec:
     speculative_config: dict[str, Any] | None = None
 
 
+def native_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """`bfloat16` where the CPU multiplies in it, else `float32`.
+
+    Without such instructions bfloat16 matrices are multiplied at a seventh of float32's speed and every row of a
+    verification costs as much as the first one, so that no kind of speculation could win.
+    """
+    flags = set()
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith(("flags", "Features")):  # x86, Arm
+                flags = set(line.partition(":")[2].split())
+                break
+    return "bfloat16" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """What all engines of a run have in common."""
 
     model: Path
     eager: bool = False
-    dtype: str = "bfloat16"
+    dtype: str = field(default_factory=native_dtype)
     max_model_len: int = 2048
     max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512  # every engine start runs that many, and longer prompts go in chunks
     kv_cache_mib: int = 512
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     preload: Path | None = None
@@ -61,7 +77,7 @@ class EngineSettings:
             "enforce_eager": self.eager,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_model_len,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
             # By default each engine would take most of the memory there is.
             "kv_cache_memory_bytes": self.kv_cache_mib << 20,
             "distributed_executor_backend": "uni",
@@ -72,13 +88,18 @@ class EngineSettings:
         """Environment of an engine process.
 
         The compile cache is per engine: engines with different drafts have been seen to trip over one another's.
+        vLLM's ahead-of-time artifacts do not load again on CPUs ("'function' object has no attribute
+        'finalize_loading'") and compile anew each time; without them inductor's own cache serves the second start.
         """
+        cache = cache_dir() / "vllm" / name
         cores = sorted(os.sched_getaffinity(0))[: self.threads]
         environment = {
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),  # by default one core stays unused
-            "VLLM_CACHE_ROOT": str(cache_dir() / "vllm" / name),
+            "VLLM_CACHE_ROOT": str(cache),
+            "VLLM_USE_AOT_COMPILE": "0",
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }

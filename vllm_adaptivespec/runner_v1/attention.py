@@ -40,7 +40,7 @@ class BranchWriter:
 
 
 class BranchAttentionImpl(CPUAttentionBackendImpl):
-    """The stock implementation with one more step in its cache update. Replaces ``layer.impl``'s class after loading."""
+    """The stock implementation with one more step in its cache update; becomes ``layer.impl``'s class after loading."""
 
     branch_writer: BranchWriter
 

@@ -11,7 +11,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from ..core.growth import TreeGrowth
-from ..core.policy import TreeShape
 from ..core.tree import DraftTree
 from .attention import BranchWriter, BranchWrites, KeyValue, copy_blocks
 from .branch_blocks import RequestBranches
@@ -103,7 +102,7 @@ class TreeProposer(EagleProposer):
         metadata.slot_mapping = slots
         return metadata, rows
 
-    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:  # type: ignore[override]
+    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Draft one tree per request.
 
         Returns:
@@ -111,10 +110,9 @@ class TreeProposer(EagleProposer):
             the runner until vLLM schedules their tokens.
         """
         metadata: CommonAttentionMetadata = kwargs["common_attn_metadata"]
-        limit = self.num_speculative_tokens
         # With nothing to draft, the stock method runs the first pass, which keeps the draft's cache complete.
         super().propose(0, *args, **kwargs)
-        self.num_speculative_tokens = limit
+        self.num_speculative_tokens = num_speculative_tokens
         assert self.first_pass is not None
         last_hidden, hidden = self.first_pass
         self.first_pass = None
@@ -179,12 +177,14 @@ class TreeProposer(EagleProposer):
             hidden: ``[len(draftings), hidden_size]`` the head's own hidden states at the roots.
         """
         for row, drafting in enumerate(draftings):
-            drafting.hidden_row = {node: row for node in drafting.growth.frontier}
+            drafting.hidden_row = dict.fromkeys(drafting.growth.frontier, row)
         history: dict[str, list[KeyValue]] = {}
         cached_rows = 0
         self._copy_tails(draftings, metadata)
         while growing := [d for d in draftings if d.growth.frontier]:
-            rows = [(d, node, beam) for d in growing for node, beam in zip(d.growth.frontier, d.assign_beams(), strict=True)]
+            rows = [
+                (d, node, beam) for d in growing for node, beam in zip(d.growth.frontier, d.assign_beams(), strict=True)
+            ]
             last_hidden, hidden = self._run_level(rows, hidden, metadata, history, cached_rows)
             widest = max(d.growth.shape.width for d in growing)
             log_probs, tokens = self._children(last_hidden, widest)
@@ -286,7 +286,10 @@ class TreeProposer(EagleProposer):
         self.hidden_states[:num_rows] = hidden[torch.tensor(hidden_rows)]
         model_kwargs, slot_mapping_size = self.build_model_inputs_first_pass(num_rows, num_input_tokens, None)
         self.branch_writer.writes = BranchWrites(
-            torch.tensor(write_rows, dtype=torch.int64), torch.tensor(write_slots, dtype=torch.int64), history, record=True
+            torch.tensor(write_rows, dtype=torch.int64),
+            torch.tensor(write_slots, dtype=torch.int64),
+            history,
+            record=True,
         )
         try:
             with set_forward_context(
@@ -322,5 +325,3 @@ class TreeProposer(EagleProposer):
             ids = self.target_ids[ids]
         return log_probs.tolist(), ids.tolist()
 
-
-__all__ = ["TreeProposer", "TreeShape"]

@@ -220,9 +220,7 @@ def _needs_processing(sampling_metadata: SamplingMetadata) -> bool:
     return False
 
 
-def _for_rows(
-    sampling_metadata: SamplingMetadata, requests: list[int], emitted: list[list[int]]
-) -> SamplingMetadata:
+def _for_rows(sampling_metadata: SamplingMetadata, requests: list[int], emitted: list[list[int]]) -> SamplingMetadata:
     """The sampling metadata of some requests, each one level or more into its tree.
 
     Args:
@@ -263,9 +261,7 @@ def _for_rows(
     )
 
 
-def _path_processors(
-    processors: LogitsProcessors, requests: list[int], emitted: list[list[int]]
-) -> LogitsProcessors:
+def _path_processors(processors: LogitsProcessors, requests: list[int], emitted: list[list[int]]) -> LogitsProcessors:
     """``min_tokens`` along the path; min_p, logit bias and custom processors are refused with speculation by vLLM."""
     rows: list[int] = []
     tokens: list[int] = []

@@ -1,0 +1,71 @@
+"""Engines for the exactness tests: float32, eager, in this process, so that a test can look inside and break things."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Read by vLLM when it is imported or when an engine starts.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_CI_ENV="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+
+import pytest
+
+from tests.engine.engines import Engine, Pair, start
+from tests.tiny_models import make_tiny_models
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random target on which context matters, and a random head for it."""
+    return make_tiny_models(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tiny: tuple[Path, Path]) -> Iterator[Pair]:
+    """The tiny target plain and with the plugin, on few and small blocks so that boundaries and sharing come often."""
+    target, head = tiny
+    common = dict(
+        model=str(target),
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=6,
+        max_num_batched_tokens=64,
+        block_size=32,
+        num_gpu_blocks_override=64,
+    )
+    yield Pair(start(None, **common), start({"model": str(head), "num_speculative_tokens": 8}, **common))
+
+
+@pytest.fixture
+def tiny_spec(tiny_pair: Pair) -> Iterator[Engine]:
+    """The speculating tiny engine, with everything a test may have changed put back afterwards."""
+    engine = tiny_pair.spec
+    with engine.restored():
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def smol_pair() -> Iterator[Pair]:
+    """SmolLM2-135M-Instruct and its trained head, plain and with the plugin."""
+    from vllm_adaptivespec.cli.models import demo_head, demo_target
+
+    common = dict(model=str(demo_target()), max_model_len=512, max_num_seqs=8, block_size=64)
+    yield Pair(
+        start(None, **common), start({"model": str(demo_head()), "num_speculative_tokens": 8}, **common)
+    )
+
+
+@pytest.fixture
+def smol_spec(smol_pair: Pair) -> Iterator[Engine]:
+    """The speculating SmolLM2 engine, restored after the test."""
+    with smol_pair.spec.restored():
+        yield smol_pair.spec

@@ -1,0 +1,98 @@
+"""Helpers around in-process vLLM engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_adaptivespec.core.policy import StaticPolicy, TreePolicy, TreeShape
+
+
+@dataclass
+class Engine:
+    """One ``vllm.LLM`` and what tests look at inside it."""
+
+    llm: Any
+
+    @property
+    def runner(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+        """One output per prompt of token ids; ``params`` is one SamplingParams or a list of them."""
+        requests = [{"prompt_token_ids": list(p)} for p in prompts]
+        return self.llm.generate(requests, params, use_tqdm=False)
+
+    def tokens(self, prompts: Sequence[Sequence[int]], params: Any) -> list[list[int]]:
+        return [list(o.outputs[0].token_ids) for o in self.generate(prompts, params)]
+
+    def reset_cache(self) -> None:
+        assert self.llm.reset_prefix_cache()
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def leaks(self) -> dict[str, int]:
+        """What the plugin holds for requests, once the runner has heard that the last ones finished."""
+        self.tokens([[1, 2, 3]], sampling(max_tokens=1))  # finished ids reach the worker with the next step
+        held = self.llm.collective_rpc("adaptivespec_leaks")[0]
+        return {"requests": held["requests"] - 1, "branch_blocks": held["branch_blocks"]}
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put back the policy, the classes and the configuration of the runner after a test."""
+        runner = self.runner
+        kept = (runner.policy, runner.adaptivespec, type(runner), type(runner.drafter), type(runner.rejection_sampler))
+        try:
+            yield
+        finally:
+            runner.policy, runner.adaptivespec = kept[0], kept[1]
+            runner.__class__, runner.drafter.__class__, runner.rejection_sampler.__class__ = kept[2:]
+            self.reset_cache()
+
+
+@dataclass
+class Pair:
+    """The same target without and with speculation."""
+
+    plain: Engine
+    spec: Engine
+
+
+def start(spec: dict[str, Any] | None, **kwargs: Any) -> Engine:
+    """A float32 eager engine; ``spec`` holds the plugin's configuration or is None."""
+    from vllm import LLM
+
+    if spec is not None:
+        spec = {"method": "adaptivespec", **spec}
+    return Engine(
+        LLM(
+            dtype="float32",
+            enforce_eager=True,
+            distributed_executor_backend="uni",
+            speculative_config=spec,
+            enable_prefix_caching=True,
+            disable_log_stats=False,
+            seed=0,
+            **kwargs,
+        )
+    )
+
+
+def sampling(max_tokens: int, **kwargs: Any) -> Any:
+    """Greedy unless told otherwise, and without a tokenizer."""
+    from vllm import SamplingParams
+
+    kwargs = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **kwargs}
+    return SamplingParams(max_tokens=max_tokens, **kwargs)
+
+
+def static(depth: int, width: int, nodes: int) -> TreePolicy:
+    return StaticPolicy(TreeShape(depth, width, nodes))
