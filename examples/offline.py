@@ -6,6 +6,7 @@ Three requests in one batch, each with a margin of its own. Another model and he
 
 import os
 
+from vllm_adaptivespec.cli.engines import native_dtype
 from vllm_adaptivespec.cli.models import demo_head, demo_target
 
 # vLLM's CPU worker leaves one core idle by default; both of two cores make a difference.
@@ -27,7 +28,7 @@ def main() -> None:
 
     llm = LLM(
         model=str(demo_target()),
-        dtype="bfloat16",
+        dtype=native_dtype(),
         max_model_len=2048,
         max_num_seqs=4,
         kv_cache_memory_bytes=512 << 20,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -31,10 +31,9 @@ def _fail(key: str, value: object, allowed: str) -> ValueError:
 def _number(key: str, value: object, low: float, high: float, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _fail(key, value, allowed)
-    number = float(value)
-    if not (low < number <= high):  # also refuses NaN
+    if not (low < value <= high):  # also refuses NaN
         raise _fail(key, value, allowed)
-    return number
+    return float(value)
 
 
 def _count(key: str, value: object, low: int, high: int | None = None) -> int:
@@ -131,7 +130,8 @@ class AdaptiveSpecConfig:
             key: _shape(key, raw[key], nodes) if key in raw else _fit(getattr(cls, key), nodes)
             for key in ("static_shape", "low_confidence_shape", "high_confidence_shape")
         }
-        scale = _number("confidence_scale", raw.get("confidence_scale", cls.confidence_scale), 0, math.inf, "above 0")
+        scale = raw.get("confidence_scale", cls.confidence_scale)
+        scale = _number("confidence_scale", scale, 0, sys.float_info.max, "a finite number above 0")
         decay = _number("history_decay", raw.get("history_decay", cls.history_decay), 0, 1, "a number in (0, 1]")
         reset_after = _count("reset_after", raw.get("reset_after", cls.reset_after), 1)
         return cls(
@@ -243,7 +243,7 @@ def _kappa(name: str, value: object, allowed: str, floor: float) -> float:
         raise error
     try:
         kappa = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise error from None
     if not floor <= kappa <= 1.0:  # also refuses NaN
         raise error

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from vllm_adaptivespec.cli import engine_worker, engines
-from vllm_adaptivespec.cli.engines import Engine, EngineError, EngineSettings, EngineSpec, alternate, groups_of, running
+from vllm_adaptivespec.cli.engines import (
+    Engine,
+    EngineError,
+    EngineSettings,
+    EngineSpec,
+    alternate,
+    groups_of,
+    native_dtype,
+    running,
+)
 from vllm_adaptivespec.cli.prompts import Prompt
 
 pytestmark = pytest.mark.usefixtures("stand_in")
@@ -82,6 +91,22 @@ def test_engines_take_turns_on_every_group(settings, tmp_path):
 def test_too_few_prompts_for_a_batch_are_an_error():
     with pytest.raises(ValueError, match="3 prompts do not fill one batch of 4"):
         groups_of([Prompt("chat", "x")] * 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "dtype"),
+    [
+        ("model name : x\nflags\t\t: fpu avx2 avx512f avx512_bf16\n", "bfloat16"),
+        ("flags : fpu avx2 amx_bf16\n", "bfloat16"),
+        ("Features : fp asimd bf16\n", "bfloat16"),
+        ("flags : fpu avx2 avx512f\nflags : fpu avx2 avx512f\n", "float32"),
+        ("bugs : none\n", "float32"),
+    ],
+)
+def test_native_dtype(tmp_path, cpuinfo, dtype):
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert native_dtype(tmp_path / "cpuinfo") == dtype
+    assert native_dtype(tmp_path / "none") == "float32"
 
 
 def test_environment_of_an_engine(settings, monkeypatch, tmp_path):

@@ -26,7 +26,7 @@ def test_demo_passes_its_options_on(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "demo", lambda *arguments: heard.append(arguments))
     result = run(main.app, ["demo", "--prompts", "4", "--max-tokens", "8", "--eager", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert heard == [(None, None, 4, 8, True, tmp_path)]
+    assert heard == [(None, None, 4, 8, True, "auto", tmp_path)]
 
 
 def test_a_model_without_its_head_is_refused(tmp_path):

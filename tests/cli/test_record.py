@@ -77,7 +77,7 @@ def test_table_and_plot_need_the_record_alone(content, tmp_path):
 
     records.write(content, tmp_path / "demo.json")
     read = json.loads((tmp_path / "demo.json").read_text())
-    console = Console(width=200, record=True, file=io.StringIO())
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(report.table(read))
     shown = console.export_text()
     for label in ("no speculation", "stock EAGLE-3, K = 3", "AdaptiveSpec, lossless", "AdaptiveSpec, kappa = 0.3"):

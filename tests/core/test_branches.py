@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.trees import node_path, numbered_trees
+from vllm_adaptivespec.core.attention import tree_attention
 from vllm_adaptivespec.core.branches import TRUNK, BranchLayout
 from vllm_adaptivespec.core.tree import ROOT, DraftTree
 
@@ -132,7 +133,7 @@ class TestPaths:
             assert [at[depth] for depth in range(len(at))] == path_rows(layout, path)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(numbered_trees(min_nodes=1), st.integers(0, 2**32 - 1))
 def test_layout_gives_tree_attention(tree: DraftTree, seed: int) -> None:
     """The numbers, in float64: causal attention run by run equals dense attention under the ancestor mask."""
@@ -155,11 +156,7 @@ class AttentionCase:
         self.key, self.value = normal(rows, kv_heads), normal(rows, kv_heads)
 
     def dense(self, mask: torch.Tensor) -> torch.Tensor:
-        from vllm_adaptivespec.core.attention import tree_attention
-
-        return tree_attention(
-            self.query, self.prefix_key, self.prefix_value, self.key, self.value, mask, scale=8**-0.5
-        )
+        return tree_attention(self.query, self.prefix_key, self.prefix_value, self.key, self.value, mask, scale=8**-0.5)
 
     def by_runs(self, layout: BranchLayout) -> torch.Tensor:
         """``[rows, heads, head_dim]`` as a causal kernel would, sequence by sequence, row by row, head by head."""

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from . import methods, report
-from .engines import EngineSettings, EngineSpec, Run, alternate, intel_openmp, running
+from .engines import EngineSettings, EngineSpec, Run, alternate, intel_openmp, native_dtype, running
 from .measure import Summary, summarise
 from .models import demo_head, demo_target
 from .prompts import SOURCES, Prompt, load_prompts
@@ -98,6 +98,7 @@ def bench(
     sweep: Sequence[int],
     kappas: Sequence[float],
     eager: bool,
+    dtype: str,
     preload_openmp: bool,
 ) -> None:
     """Find stock EAGLE-3's best K in every cell, then measure it beside no speculation and AdaptiveSpec."""
@@ -108,6 +109,7 @@ def bench(
     settings = EngineSettings(
         model if model is not None else demo_target(),
         eager=eager,
+        dtype=native_dtype() if dtype == "auto" else dtype,
         max_num_seqs=max(batches),
         preload=intel_openmp() if preload_openmp else None,
     )

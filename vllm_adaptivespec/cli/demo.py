@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from . import methods, report
-from .engines import EngineSettings, EngineSpec, alternate, running
+from .engines import EngineSettings, EngineSpec, alternate, native_dtype, running
 from .measure import summarise
 from .models import demo_head, demo_target
 from .prompts import mixed_prompts
@@ -17,7 +17,9 @@ from .record import record, write
 STOCK_DRAFT_TOKENS = 3
 
 
-def demo(model: Path | None, head: Path | None, prompts: int, max_tokens: int, eager: bool, out: Path) -> None:
+def demo(
+    model: Path | None, head: Path | None, prompts: int, max_tokens: int, eager: bool, dtype: str, out: Path
+) -> None:
     """Compare no speculation, stock EAGLE-3 and AdaptiveSpec at kappa 1 and 0.3; write demo.json and demo.png."""
     if (model is None) != (head is None):
         raise ValueError("--model and --head belong together: a head drafts for the one model it was trained on")
@@ -27,7 +29,7 @@ def demo(model: Path | None, head: Path | None, prompts: int, max_tokens: int, e
     target = model if model is not None else demo_target()
     draft = head if head is not None else demo_head()
     chosen = mixed_prompts(prompts)
-    settings = EngineSettings(target, eager=eager)
+    settings = EngineSettings(target, eager=eager, dtype=native_dtype() if dtype == "auto" else dtype)
     specs = [
         methods.no_speculation(),
         methods.stock_eagle3(draft, STOCK_DRAFT_TOKENS),

@@ -62,7 +62,7 @@ class EngineSettings:
 
     model: Path
     eager: bool = False
-    dtype: str = field(default_factory=native_dtype)
+    dtype: str = "bfloat16"
     max_model_len: int = 2048
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512  # every engine start runs that many, and longer prompts go in chunks

@@ -21,6 +21,9 @@ Head = Annotated[
     Path | None, typer.Option(exists=True, file_okay=False, resolve_path=True, help="Folder of its EAGLE-3 head.")
 ]
 Eager = Annotated[bool, typer.Option("--eager", help="Do not compile: engines start in 25 s, and run slower.")]
+Dtype = Annotated[
+    str, typer.Option(help="bfloat16, float32, ... or auto: bfloat16 where the CPU multiplies in it, else float32.")
+]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
 
 
@@ -31,6 +34,7 @@ def demo(
     prompts: Annotated[int, typer.Option(min=2, help="Number of prompts, half HumanEval, half chat.")] = 20,
     max_tokens: MaxTokens = 96,
     eager: Eager = False,
+    dtype: Dtype = "auto",
     out: Annotated[Path, typer.Option(help="Folder for the JSON, the plot and the engines' logs.")] = Path("demo-out"),
 ) -> None:
     """Compare no speculation, stock EAGLE-3 and AdaptiveSpec on real prompts, on this machine."""
@@ -38,7 +42,7 @@ def demo(
     from .engines import EngineError
 
     try:
-        run(model, head, prompts, max_tokens, eager, out)
+        run(model, head, prompts, max_tokens, eager, dtype, out)
     except (EngineError, FileNotFoundError, ValueError) as error:
         raise fail(error) from None
 
@@ -57,6 +61,7 @@ def bench(
     sweep: Annotated[str, typer.Option(help="Draft lengths K to choose stock EAGLE-3's best from.")] = "1,2,3,4,5",
     kappas: Annotated[str, typer.Option(help="AdaptiveSpec's kappas, comma-separated; empty: stock only.")] = "1,0.3",
     eager: Eager = False,
+    dtype: Dtype = "auto",
     intel_openmp: Annotated[
         bool, typer.Option("--intel-openmp", help="Put Intel OpenMP into LD_PRELOAD, as vLLM advises for x86.")
     ] = False,
@@ -77,6 +82,7 @@ def bench(
             sweep=[int(k) for k in sweep.split(",")],
             kappas=[float(kappa) for kappa in kappas.split(",") if kappa],
             eager=eager,
+            dtype=dtype,
             preload_openmp=intel_openmp,
         )
     except (EngineError, FileNotFoundError, ValueError) as error:

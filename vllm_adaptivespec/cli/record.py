@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .engines import Engine, EngineSettings, Run, describe
+from .engines import Engine, EngineSettings, Run, describe, native_dtype
 from .measure import Summary, to_json
 from .models import ROOT
 from .prompts import Prompt
@@ -62,7 +62,7 @@ def git_revision() -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, the cores this process may use, memory in GiB."""
+    """CPU model and what it multiplies in, the cores this process may use, memory in GiB."""
     cpuinfo = Path("/proc/cpuinfo")
     model = platform.processor() or platform.machine()
     if cpuinfo.exists():
@@ -73,6 +73,7 @@ def machine() -> dict[str, Any]:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": model,
+        "native_dtype": native_dtype(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(pages / 2**30, 1),
         "system": platform.system(),

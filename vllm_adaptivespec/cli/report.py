@@ -28,29 +28,31 @@ def cell_title(summary: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any]) -> Table:
-    """All figures of a record, one row per engine, a section per kind of prompt and batch size."""
+    """The figures of a record, one row per engine, a section per kind of prompt and batch size; fits 80 columns."""
+    from rich import box
     from rich.table import Table
 
     settings = record["settings"]
     made = Table(
         title=f"{settings['model']} on {record['machine']['cores']} cores, {settings['dtype']}"
-        f"{', eager' if settings['eager'] else ''}, greedy, up to {settings['max_tokens']} tokens"
+        f"{', eager' if settings['eager'] else ''}, greedy, up to {settings['max_tokens']} tokens",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
-    made.add_column("")
+    made.add_column("", no_wrap=True)
     for heading in (
         "tokens/s",
         "ratio",
-        "ratio by prompt",
-        "acceptance\nlength",
-        "drafted nodes\nper step",
+        "accept.\nlength",
+        "nodes/\nstep",
         "promoted\nshare",
         "exact\nmatch",
-        "peak\nMiB",
     ):
-        made.add_column(heading, justify="right")
+        made.add_column(heading, justify="right", no_wrap=True)
     names = labels(record)
-    previous = None
     several = len({cell_title(summary) for summary in record["summary"]}) > 1
+    previous = None
     for summary in record["summary"]:
         title = cell_title(summary)
         if title != previous and several:
@@ -61,20 +63,18 @@ def table(record: dict[str, Any]) -> Table:
             names[summary["engine"]],
             number(summary["tokens_per_second"]["median"], ".1f"),
             number(summary["ratio"]["median"], ".2f") + "x",
-            f"{summary['prompt_ratio']['low']:.2f}–{summary['prompt_ratio']['high']:.2f}",
             number(summary["acceptance_length"], ".2f"),
             number(summary["drafted_per_step"], ".1f"),
             number(summary["promoted_share"], ".1%"),
             number(summary["exact_match"], ".0%"),
-            number(summary["peak_rss_mib"], ".0f"),
         )
     return made
 
 
 FOOTNOTE = (
-    "ratio: tokens/s by those without speculation, the engines taking turns prompt by prompt; by prompt: lowest and "
-    "highest.\n"
-    "acceptance length: tokens emitted per verification, 1 + accepted / drafts.\n"
+    "ratio: tokens/s by those without speculation, the engines taking turns prompt by prompt.\n"
+    "accept. length: tokens emitted per verification, 1 + accepted / drafts. nodes/step: drafted for one "
+    "verification.\n"
     "promoted share: output tokens that are not the target's own choice and that the margin rule let through.\n"
     "exact match: prompts whose tokens are all those of no speculation; in bfloat16 two tokens can tie exactly, and a "
     "lossless engine may then take the other one."

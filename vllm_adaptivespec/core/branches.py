@@ -45,7 +45,8 @@ class BranchLayout:
 
     def __init__(self, tree: DraftTree) -> None:
         self.tree = tree
-        self.paths = [tree.path(leaf) for leaf in tree.leaves]
+        # Depth first, so that a node and its best child lie on the same path, and in one run where they are neighbours.
+        self.paths = sorted(tree.path(leaf) for leaf in tree.leaves)
         self.path_of = [-1] * len(tree)
         for index, path in enumerate(self.paths):
             for node in path:
