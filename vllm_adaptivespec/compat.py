@@ -47,6 +47,7 @@ SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
         "apply_logits_processors": ("logits", "sampling_metadata", "predict_bonus_token"),
         "sample": ("logits", "sampling_metadata"),
         "gather_logprobs": ("logprobs", "num_logprobs", "token_ids"),
+        "gather_specific_token_logprobs": ("logprobs", "logprob_token_ids", "sampled"),
         "compute_logprobs": ("logits",),
     },
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": {

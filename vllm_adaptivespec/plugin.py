@@ -156,7 +156,8 @@ def _force_runner_v1(vllm_config_class: Any) -> None:
 
     @functools.wraps(original.fget)
     def use_v2_model_runner(self: Any) -> bool:
-        return False if config_of(self) is not None else original.fget(self)
+        ours = isinstance(self.additional_config, dict) and METHOD in self.additional_config
+        return False if ours else original.fget(self)
 
     setattr(use_v2_model_runner, _MARK, True)
     vllm_config_class.use_v2_model_runner = property(use_v2_model_runner)

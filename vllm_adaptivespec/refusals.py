@@ -98,6 +98,11 @@ ENGINE_SETTINGS = (
         lambda c: c.cache_config.kv_sharing_fast_prefill,
     ),
     Refusal(
+        "a long_prefill_token_threshold of num_speculative_tokens or less",
+        "vLLM's scheduler would cut a request's drafts below what it asserts; raise the threshold",
+        lambda c: 0 < c.scheduler_config.long_prefill_token_threshold <= c.speculative_config.num_speculative_tokens,
+    ),
+    Refusal(
         "asynchronous scheduling",
         "ragged trees need the drafted tokens on the host; drop --async-scheduling",
         lambda c: bool(c.scheduler_config.async_scheduling),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 # Read by vLLM when it is imported or when an engine starts.
 os.environ.update(
+    # Two threads that wait for each other crawl as soon as anything else runs on two cores.
+    OMP_NUM_THREADS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_CI_ENV="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -42,7 +44,7 @@ def tiny_pair(tiny: tuple[Path, Path]) -> Iterator[Pair]:
         block_size=32,
         num_gpu_blocks_override=64,
     )
-    yield Pair(start(None, **common), start({"model": str(head), "num_speculative_tokens": 8}, **common))
+    return Pair(start(None, **common), start({"model": str(head), "num_speculative_tokens": 8}, **common))
 
 
 @pytest.fixture
@@ -59,9 +61,7 @@ def smol_pair() -> Iterator[Pair]:
     from vllm_adaptivespec.cli.models import demo_head, demo_target
 
     common = dict(model=str(demo_target()), max_model_len=512, max_num_seqs=8, block_size=64)
-    yield Pair(
-        start(None, **common), start({"model": str(demo_head()), "num_speculative_tokens": 8}, **common)
-    )
+    return Pair(start(None, **common), start({"model": str(demo_head()), "num_speculative_tokens": 8}, **common))
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ class OracleProposer(TreeProposer):
             rng = random.Random(f"{self.seed} {request_id} {done}")
             tree = oracle_tree(answer[done : done + min(limits.depth, 4)], limits.nodes, 1 if room < 4 else 4, rng)
             tree = tree.limit_leaves(1 + runner.branches.available(request_id))
+            if tree.depth > room and not tree.is_chain:
+                tree = DraftTree.chain(answer[done : done + min(limits.depth, 4)])
             runner.branches.ensure(request_id, len(tree.leaves) - 1)
             runner.speculation[request_id].tree = tree
             drafted[i] = list(tree.tokens)

@@ -43,7 +43,7 @@ def cached(engine: Engine, tokens: list[int], num_blocks: int) -> dict[str, torc
 
 
 def compare(engine: Engine, plain: Engine) -> dict[str, float]:
-    """Largest difference by layer between cache contents after generation and after a fresh prefill of the same tokens."""
+    """Largest difference by layer between the cache after generation and after a fresh prefill of the same tokens."""
     prompt = prompts_of((40,), seed=3)[0]
     answer = plain.tokens([prompt], sampling(120))[0]
     OracleProposer.answers = {tuple(prompt): answer}

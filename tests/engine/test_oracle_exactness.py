@@ -41,8 +41,6 @@ def wrong(engine: Engine, answers: dict[tuple[int, ...], list[int]]) -> int:
     return sum(output != answer for output, answer in zip(outputs, answers.values(), strict=True))
 
 
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_output_is_the_targets(oracle: Engine, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
     OracleProposer.seed = seed

@@ -68,7 +68,9 @@ def test_greedy(smol_spec: Engine, prompts: list[list[int]], greedy: list[Any], 
 
 
 @pytest.mark.slow
-def test_seeded_sampling_whatever_the_batch_and_the_trees(smol_pair: Pair, smol_spec: Engine, prompts: list[list[int]]) -> None:
+def test_seeded_sampling_whatever_the_batch_and_the_trees(
+    smol_pair: Pair, smol_spec: Engine, prompts: list[list[int]]
+) -> None:
     params = [sampling(48, seed=100 + i, logprobs=1, **SAMPLED) for i in range(12)]
     reference = smol_pair.plain.generate(prompts[:12], params)
     assert_equal(smol_spec.generate(prompts[:12], params), reference)
@@ -136,7 +138,9 @@ def test_speculation_switched_off_per_request(smol_spec: Engine, prompts: list[l
         {"adaptivespec_enabled": "maybe"},
     ],
 )
-def test_bad_request_arguments_are_refused(smol_pair: Pair, prompts: list[list[int]], extra_args: dict[str, Any]) -> None:
+def test_bad_request_arguments_are_refused(
+    smol_pair: Pair, prompts: list[list[int]], extra_args: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match="adaptivespec_"):
         smol_pair.spec.tokens(prompts[:1], sampling(4, extra_args=extra_args))
     assert len(smol_pair.spec.tokens(prompts[:1], sampling(4))[0]) == 4  # and nobody else is hurt

@@ -235,12 +235,9 @@ def remove_folder(folder: Path) -> None:
 
 def ensure_plugin(extras: Sequence[str], vllm_needs: Sequence[str], stamp: dict[str, str]) -> str:
     """Install this checkout, editable, with its extras; return the digest of what the installation depends on."""
-    wanted = hashlib.sha256()
-    for part in ("setup.py", "pyproject.toml"):
-        wanted.update((ROOT / part).read_bytes())
-    # An editable install maps folders by name: it is stale when this one appears or the checkout has moved.
-    wanted.update(f"{ROOT} {(ROOT / 'triton_kernels').is_dir()}".encode())
-    digest = wanted.hexdigest()
+    # An editable install maps folders by name: it is stale when triton_kernels appears or the checkout has moved.
+    wanted = f"{ROOT} {(ROOT / 'triton_kernels').is_dir()} {(ROOT / 'setup.py').read_text()}"
+    digest = hashlib.sha256(wanted.encode()).hexdigest()
     stale = installed_version(PLUGIN) is None or stamp.get("plugin") != digest
     if stale or missing(metadata.requires(PLUGIN) or [], extras):
         target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)

@@ -44,7 +44,7 @@ class EngineSpec:
 def native_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """`bfloat16` where the CPU multiplies in it, else `float32`.
 
-    Without such instructions bfloat16 matrices are multiplied at a seventh of float32's speed and every row of a
+    Without such instructions bfloat16 matrices are multiplied several times slower than float32's and every row of a
     verification costs as much as the first one, so that no kind of speculation could win.
     """
     flags = set()

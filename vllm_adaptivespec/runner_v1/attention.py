@@ -28,6 +28,19 @@ class BranchWrites:
     slots: torch.Tensor
     history: dict[str, list[KeyValue]] = field(default_factory=dict)
     record: bool = False
+    _all: KeyValue | None = None
+
+    def with_own_rows(self, earlier: int, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and slots of one kernel call that writes this pass's own rows too, then ours; the same for all layers.
+
+        Args:
+            earlier: rows in ``history`` before this pass.
+            slot_mapping: ``[num_rows]`` slots of this pass's own rows.
+        """
+        if self._all is None:
+            own = torch.arange(earlier, earlier + len(slot_mapping))
+            self._all = torch.cat((own, self.rows)), torch.cat((slot_mapping, self.slots))
+        return self._all
 
 
 class BranchWriter:
@@ -52,20 +65,24 @@ class BranchAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         writes = self.branch_writer.writes
         if writes is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         name = layer.layer_name
+        earlier = 0
         if writes.record:
             history = writes.history.setdefault(name, [])
+            earlier = sum(len(k) for k, _ in history)
             # The compiled graph reuses its buffers, so what outlives this pass must be a copy.
             history.append((key.clone(), value.clone()))
-            if len(history) > 1:
+            if earlier:
                 key, value = (torch.cat(parts) for parts in zip(*history, strict=True))
-        stash = key.index_select(0, writes.rows), value.index_select(0, writes.rows)
-        super().do_kv_cache_update(layer, *stash, kv_cache, writes.slots)
-        self.branch_writer.stash[name] = stash
+        rows, slots = writes.with_own_rows(earlier, slot_mapping)
+        key, value = key.index_select(0, rows), value.index_select(0, rows)
+        super().do_kv_cache_update(layer, key, value, kv_cache, slots)
+        own = len(slot_mapping)
+        self.branch_writer.stash[name] = key[own:], value[own:]
 
     def commit(self, layer: torch.nn.Module, source: torch.Tensor, slots: torch.Tensor) -> None:
         """Write rows ``source`` of the stash to ``slots`` of the layer's cache."""
@@ -90,8 +107,9 @@ def install(layers: dict[str, torch.nn.Module], writer: BranchWriter) -> None:
         layer.impl.branch_writer = writer
 
 
-def copy_blocks(layers: dict[str, torch.nn.Module], source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_blocks(layers: dict[str, torch.nn.Module], source: list[int], target: list[int]) -> None:
     """Copy whole cache blocks ``source[i]`` to ``target[i]`` in every layer; the packing inside does not matter."""
     for layer in layers.values():
         cache = layer.kv_cache
-        cache.index_copy_(0, target, cache.index_select(0, source))
+        for s, t in zip(source, target, strict=True):  # several times faster than one indexed copy of all
+            cache[t].copy_(cache[s])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -15,16 +16,20 @@ def plan_branch_blocks(available_bytes: int, block_bytes: int, max_num_seqs: int
     return min(max_num_seqs * max_branches, int(available_bytes * MAX_SHARE) // block_bytes)
 
 
-def with_branch_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
-    """The same cache with ``num_blocks`` more blocks per layer, whose ids the scheduler does not know.
+def why_no_branches(config: KVCacheConfig) -> str | None:
+    """Why this cache cannot have branch blocks, or None where it can."""
+    if len(config.kv_cache_groups) != 1:
+        return "it has more than one KV cache group, each with its own block tables"
+    if any(t.layer_stride != t.block_stride * config.num_blocks for t in config.kv_cache_tensors):
+        return "its KV cache keeps blocks outside layers, so that layers cannot be lengthened"
+    return None
 
-    Raises:
-        ValueError: the layers do not lie one after the other, so that they could not be lengthened.
-    """
+
+def with_branch_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
+    """The same cache with ``num_blocks`` more blocks per layer, whose ids the scheduler does not know."""
+    config = deepcopy(config)
     old, new = config.num_blocks, config.num_blocks + num_blocks
     for tensor in config.kv_cache_tensors:
-        if tensor.layer_stride != tensor.block_stride * old:
-            raise ValueError("adaptivespec does not know this KV cache layout (blocks outside layers).")
         tensor.size = tensor.size // old * new
         tensor.layer_stride = tensor.block_stride * new
         tensor.offset = tensor.offset // old * new

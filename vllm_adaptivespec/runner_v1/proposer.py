@@ -141,12 +141,14 @@ class TreeProposer(EagleProposer):
         if not candidates:
             return []
         widest = max(limits.width for *_, limits in candidates)
+        # A level's rows must fit into the draft model's buffers.
+        widest = min(widest, max(self.max_num_tokens // len(candidates), 1))
         log_probs, tokens = self._children(last_hidden[torch.tensor([ends[c[0]] for c in candidates])], widest)
         draftings = []
         for row, (i, request_id, speculation, limits) in enumerate(candidates):
             confidence = float(torch.tensor(log_probs[row][0]).exp())
             shape = runner.policy.shape(confidence, speculation.history)
-            width = min(limits.width, 1 + runner.branches.available(request_id))
+            width = min(limits.width, widest, 1 + runner.branches.available(request_id))
             shape = shape.clipped(depth=limits.depth, width=width, nodes=limits.nodes)
             base = runner.root_position(i)
             if shape.width > 1 and base % self.block_size + shape.depth >= self.block_size:
@@ -209,7 +211,7 @@ class TreeProposer(EagleProposer):
                 source += [int(metadata.block_table_tensor[d.request, tail])] * len(blocks)
                 target += blocks
         if source:
-            copy_blocks(self.runner.draft_layers, torch.tensor(source), torch.tensor(target))
+            copy_blocks(self.runner.draft_layers, source, target)
 
     def _run_level(
         self,
@@ -320,8 +322,8 @@ class TreeProposer(EagleProposer):
             logits = self.model.logits_processor(self.model.lm_head, last_hidden)
         logits = logits.to(torch.float32)
         values, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
-        log_probs = values - logits.logsumexp(dim=-1, keepdim=True)
+        # Rounding must not make a child likelier than its parent, nor NaN undo the order of nodes.
+        log_probs = (values - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0).nan_to_num(nan=-torch.inf)
         if self.target_ids is not None:
             ids = self.target_ids[ids]
         return log_probs.tolist(), ids.tolist()
-

@@ -21,7 +21,7 @@ from ..core.branches import TRUNK
 from ..core.policy import TreeShape
 from ..core.stats import SpecStats
 from .attention import BranchAttentionImpl, BranchWriter, BranchWrites, copy_blocks, install
-from .branch_blocks import BranchPool, with_branch_blocks
+from .branch_blocks import BranchPool, why_no_branches, with_branch_blocks
 from .proposer import TreeProposer
 from .sampler import TreeSampler
 from .state import RequestSpeculation, StepTree
@@ -56,8 +56,10 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
         super().load_model(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         draft_names = self.drafter._draft_attn_layer_names
-        self.target_layers = {name: layer for name, layer in layers.items() if name not in draft_names}
-        self.draft_layers = {name: layer for name, layer in layers.items() if name in draft_names}
+        # Layers that share another's cache write nothing themselves.
+        own_cache = {n: layer for n, layer in layers.items() if layer.impl.kv_sharing_target_layer_name is None}
+        self.target_layers = {name: layer for name, layer in own_cache.items() if name not in draft_names}
+        self.draft_layers = {name: layer for name, layer in own_cache.items() if name in draft_names}
         draft_writer = BranchWriter()
         install(self.target_layers, self.target_writer)
         install(self.draft_layers, draft_writer)
@@ -65,11 +67,13 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         first_branch_block = kv_cache_config.num_blocks
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            # Each group has its own block tables; branches are kept for one only.
-            logger.warning("adaptivespec drafts chains for this model: it has more than one KV cache group.")
+        reason = why_no_branches(kv_cache_config)
+        if reason is None:
+            kv_cache_config = with_branch_blocks(kv_cache_config, self.num_branch_blocks)
+        else:
+            logger.warning("adaptivespec drafts chains for this model: %s.", reason)
             self.num_branch_blocks = 0
-        super().initialize_kv_cache(with_branch_blocks(kv_cache_config, self.num_branch_blocks), *args, **kwargs)
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         if self.num_branch_blocks and any(size != block_size for size in self._kernel_block_sizes):
             logger.warning("adaptivespec drafts chains: block size %d is split by the attention kernel.", block_size)
@@ -184,6 +188,8 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
                 if offset:
                     source += [self._tail_block(step)] * len(branches.blocks)
                     target += branches.blocks
+            # Beyond its end lies somebody else's branch.
+            assert step.tree.is_chain or offset + step.tree.depth < self.block_size
             step.branches = branches
             step.stash_start = len(rows)
             rows += range(step.root_row, step.root_row + 1 + len(step.tree))
@@ -196,7 +202,7 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
                     rows.append(step.root_row + write.row)
                     slots.append(branches.blocks[write.path - 1] * self.block_size + offset + write.depth)
         if source:
-            copy_blocks(self.target_layers, torch.tensor(source), torch.tensor(target))
+            copy_blocks(self.target_layers, source, target)
         if rows:
             self.target_writer.writes = BranchWrites(torch.tensor(rows), torch.tensor(slots))
 
@@ -272,9 +278,12 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
         for step in self.step_trees:
             walk = sampler.walks[step.request]
             step.accepted = walk.path
+            if step.tree.tokens[0] < 0:
+                continue  # vLLM's placeholders for a request that was not drafted for
             step.speculation.history.observe(len(walk.path), step.tree.depth)
             self.stats.observe(walk)
         self._commit()
+        sampler.trees, sampler.rules = {}, {}
         return output
 
     def _commit(self) -> None:

@@ -23,14 +23,26 @@ PLACEHOLDER = -1
 
 
 class PathMinTokens(LogitsProcessor):
-    """``min_tokens`` for rows further down a tree: stop ids stay masked while output plus path is too short."""
+    """``min_tokens`` for rows further down a tree: stop ids stay masked while output plus path is too short.
 
-    def __init__(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+    As in vLLM, a grammar that allows nothing but a stop id has its way.
+
+    Args:
+        rows, tokens: what to mask.
+        yields: for each, whether its request has a grammar.
+    """
+
+    def __init__(self, rows: Sequence[int], tokens: Sequence[int], yields: Sequence[bool]) -> None:
         self.rows = torch.tensor(rows, dtype=torch.int64)
         self.tokens = torch.tensor(tokens, dtype=torch.int64)
+        self.yields = torch.tensor(yields, dtype=torch.bool)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        before = logits[self.rows, self.tokens]
         logits[self.rows, self.tokens] = -torch.inf
+        if self.yields.any():
+            nothing_left = self.yields & torch.isneginf(logits[self.rows]).all(dim=-1)
+            logits[self.rows[nothing_left], self.tokens[nothing_left]] = before[nothing_left]
         return logits
 
     def is_argmax_invariant(self) -> bool:
@@ -85,9 +97,12 @@ class TreeSampler(RejectionSampler):
             log-probs in row-major order.
         """
         num_drafts = metadata.num_draft_tokens
+        # Rows here are a request's next token, as without speculation: vLLM's chain-wise reading of the drafts (which
+        # the thinking budget and penalties would use) must not see them.
+        sampling_metadata = replace(sampling_metadata, spec_token_ids=None)
         if not any(num_drafts):
             self.walks = {}
-            return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
+            return self.sampler(logits=logits, sampling_metadata=sampling_metadata, predict_bonus_token=True)
         walks = self._new_walks(metadata)
         first_rows = list(itertools.accumulate((n + 1 for n in num_drafts), initial=0))[:-1]
         if _needs_processing(sampling_metadata):
@@ -166,12 +181,14 @@ class TreeSampler(RejectionSampler):
         at_root = all(walks[i].node == ROOT and not walks[i].emitted for i in active)
         if not at_root:
             sampling_metadata = _for_rows(sampling_metadata, active, [walks[i].emitted for i in active])
-        logits = self.sampler.apply_logits_processors(logits, sampling_metadata, False)
+        logits = self.sampler.apply_logits_processors(logits, sampling_metadata, True)
         lossy = any(not walks[i].rule.is_exact for i in active)
         unscaled = logits.clone() if lossy else None
         sampled, processed = self.sampler.sample(logits, sampling_metadata)
         ratio_logits = None if unscaled is None else _truncated(unscaled, sampling_metadata)
-        wants_rows = self.is_processed_logprobs_mode and sampling_metadata.max_num_logprobs is not None
+        wants_rows = self.is_processed_logprobs_mode and (
+            sampling_metadata.max_num_logprobs is not None or bool(sampling_metadata.logprob_token_ids)
+        )
         return LevelOutput(sampled.tolist(), ratio_logits, processed if wants_rows else None)
 
     def _output(
@@ -187,8 +204,8 @@ class TreeSampler(RejectionSampler):
             [walk.emitted + [PLACEHOLDER] * (longest - len(walk.emitted)) for walk in walks], dtype=torch.int32
         )
         logprobs: LogprobsTensors | None = None
-        num_logprobs = sampling_metadata.max_num_logprobs
-        if num_logprobs is not None:
+        num_logprobs, scored_tokens = sampling_metadata.max_num_logprobs, sampling_metadata.logprob_token_ids
+        if num_logprobs is not None or scored_tokens:
             # Padding repeats a request's last row; vLLM filters it out with the placeholders.
             steps = [(i, min(t, len(w.emitted) - 1)) for i, w in enumerate(walks) for t in range(longest)]
             if reported:
@@ -198,7 +215,11 @@ class TreeSampler(RejectionSampler):
                 rows = logits[torch.tensor([first_rows[i] + 1 + visited[i][t] for i, t in steps])].to(torch.float32)
                 values = rows if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(rows)
             tokens = sampled.flatten().clamp(min=0).to(torch.int64)
-            logprobs = self.sampler.gather_logprobs(values, num_logprobs, tokens)
+            if scored_tokens:  # as in vLLM, these win over a number of log-probs in the same batch
+                rows_of = {i * longest: ids for i, ids in scored_tokens.items()}
+                logprobs = self.sampler.gather_specific_token_logprobs(values, rows_of, tokens)
+            else:
+                logprobs = self.sampler.gather_logprobs(values, num_logprobs, tokens)
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=logprobs)
 
 
@@ -265,15 +286,17 @@ def _path_processors(processors: LogitsProcessors, requests: list[int], emitted:
     """``min_tokens`` along the path; min_p, logit bias and custom processors are refused with speculation by vLLM."""
     rows: list[int] = []
     tokens: list[int] = []
+    yields: list[bool] = []
     for processor in processors.non_argmax_invariant:
         if not isinstance(processor, MinTokensLogitsProcessor):
             continue
         for row, i in enumerate(requests):
-            min_tokens, output, stop_ids, _ = processor.min_toks.get(i, (0, (), (), False))
+            min_tokens, output, stop_ids, has_grammar = processor.min_toks.get(i, (0, (), (), False))
             if len(output) + len(emitted[row]) < min_tokens:
                 rows += [row] * len(stop_ids)
                 tokens += stop_ids
-    return LogitsProcessors([PathMinTokens(rows, tokens)] if rows else [])
+                yields += [has_grammar] * len(stop_ids)
+    return LogitsProcessors([PathMinTokens(rows, tokens, yields)] if rows else [])
 
 
 def _truncated(logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> torch.Tensor:
