@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.core.trees import node_path, numbered_trees
@@ -96,6 +96,7 @@ class TestRuns:
         assert seen_by_causal_rule(BranchLayout(tree)) == allowed
 
     @given(numbered_trees())
+    @example(DraftTree((100, 101, 102, 103, 104), (ROOT, ROOT, 1, 1, 2)))  # 1's first leaf is not below its first child
     def test_as_few_as_the_order_allows(self, tree: DraftTree) -> None:
         """A new sequence is needed just where a row does not continue the row before it."""
         breaks = sum(parent != node - 1 for node, parent in enumerate(tree.parents))

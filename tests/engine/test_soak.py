@@ -54,13 +54,13 @@ def test_soak(tiny_pair: Pair, tiny_spec: Engine) -> None:
     finished: dict[str, list[int]] = {}
     aborted: set[str] = set()
     memory = 0
-    while len(finished) + len(aborted) < NUM_REQUESTS:
+    while len(finished.keys() | aborted) < NUM_REQUESTS:
         while len(sent) < NUM_REQUESTS and engine.get_num_unfinished_requests() < 12 and rng.random() < 0.6:
             request_id, which, params = f"soak-{len(sent)}", rng.randrange(len(prompts)), random_params(rng)
             sent[request_id] = (which, params)
             engine.add_request(request_id, {"prompt_token_ids": prompts[which]}, params)
         for output in engine.step():
-            if output.finished:
+            if output.finished and output.request_id not in aborted:
                 finished[output.request_id] = list(output.outputs[0].token_ids)
         running = sorted(set(sent) - set(finished) - aborted)
         if running and rng.random() < 0.03:
@@ -69,6 +69,7 @@ def test_soak(tiny_pair: Pair, tiny_spec: Engine) -> None:
             aborted.add(victim)
         if not memory and len(finished) > NUM_REQUESTS // 2:
             memory = resident_bytes()
+    assert not engine.has_unfinished_requests()
     assert resident_bytes() - memory < 32 << 20
     for request_id, tokens in finished.items():
         which, params = sent[request_id]

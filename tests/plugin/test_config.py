@@ -138,6 +138,11 @@ class TestFromDict:
         for key, value in values.items():
             assert getattr(config, key) == (tuple(value) if isinstance(value, list) else value)
 
+    def test_whole_numbers_become_floats(self) -> None:
+        config = config_of(margin_threshold=1, margin_threshold_floor=1, confidence_scale=2, history_decay=1)
+        for key in ("margin_threshold", "margin_threshold_floor", "confidence_scale", "history_decay"):
+            assert type(getattr(config, key)) is float
+
     def test_deepest_shape(self) -> None:
         deepest = [MAX_DEPTH, 1, MAX_TREE_NODES]
         config = config_of(num_speculative_tokens=MAX_TREE_NODES, high_confidence_shape=deepest)

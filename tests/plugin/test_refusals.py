@@ -43,7 +43,8 @@ def plain_config(**changes: Any) -> SimpleNamespace:
             "enable_prompt_embeds": False,
         },
         "cache_config": {"cache_dtype": "auto", "kv_sharing_fast_prefill": False},
-        "scheduler_config": {"async_scheduling": False},
+        "scheduler_config": {"async_scheduling": False, "long_prefill_token_threshold": 0},
+        "speculative_config": {"num_speculative_tokens": 8},
     }
     whole: dict[str, Any] = {"lora_config": None, "kv_transfer_config": None}
     for name, value in changes.items():
@@ -79,6 +80,9 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "FP8 KV cache": [{"cache_config__cache_dtype": dtype} for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")],
     "KV connectors and KV offloading": [{"kv_transfer_config": object()}],
     "KV sharing fast prefill": [{"cache_config__kv_sharing_fast_prefill": True}],
+    "a long_prefill_token_threshold of num_speculative_tokens or less": [
+        {"scheduler_config__long_prefill_token_threshold": threshold} for threshold in (1, 8)
+    ],
     "asynchronous scheduling": [{"scheduler_config__async_scheduling": True}],
 }
 """By row: changes of the plain configuration that have the feature."""
@@ -88,6 +92,7 @@ HARMLESS: list[dict[str, Any]] = [
     {"cache_config__cache_dtype": "bfloat16"},
     {"model_config__is_multimodal_model": True},  # served with language_model_only
     {"scheduler_config__async_scheduling": None},
+    {"scheduler_config__long_prefill_token_threshold": 9},
 ]
 
 
@@ -143,6 +148,10 @@ class TestWithVllm:
             ({"kv_offloading_size": 1}, "KV connectors and KV offloading"),
             ({"enable_prompt_embeds": True}, "prompt embeddings"),
             ({"runner": "pooling"}, "pooling models"),
+            (
+                {"long_prefill_token_threshold": 8},
+                "a long_prefill_token_threshold of num_speculative_tokens or less",
+            ),
         ],
         ids=lambda value: "" if isinstance(value, dict) else value,
     )

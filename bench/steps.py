@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""What one step costs, and which tree shapes pay: one engine, its policy switched from turn to turn.
+
+Writes bench/results/steps-DTYPE-bB.json. Times are medians per step: the target's pass, the draft's passes, the logits, and our own
+parts (staging, metadata, acceptance, commit, growth). `--eager` skips compilation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from vllm_adaptivespec.cli.engines import native_dtype
+from vllm_adaptivespec.cli.models import demo_head, demo_target
+from vllm_adaptivespec.cli.prompts import load_prompts
+from vllm_adaptivespec.cli.record import git_revision, machine, versions
+
+SHAPES: dict[str, Any] = {
+    "chain 2": (2, 1, 2),
+    "chain 3": (3, 1, 3),
+    "(1, 3, 3)": (1, 3, 3),
+    "(2, 2, 3)": (2, 2, 3),
+    "(2, 3, 4)": (2, 3, 4),
+    "(2, 3, 6)": (2, 3, 6),
+    "(3, 3, 5)": (3, 3, 5),
+    "(3, 4, 8)": (3, 4, 8),
+    "paper (3, 4, 3)-(7, 1, 7)": None,
+}
+
+# Part of a step -> the methods it is the sum of; each is timed around the outermost call.
+PARTS = {
+    "target pass": ["runner:_model_forward"],
+    "draft passes": ["drafter.model:forward"],
+    "draft logits": ["drafter:_children"],
+    "own: staging": ["runner:_get_slot_mappings", "runner:_split_by_path"],
+    "own: acceptance": ["sampler:forward"],
+    "own: commit": ["runner:_commit"],
+    "drafting in all": ["drafter:propose"],
+}
+
+
+class Clock:
+    """Seconds spent in parts of a step, by wrapping methods of live objects."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def watch(self, part: str, owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - start
+
+        setattr(owner, name, timed)
+
+    def take(self) -> dict[str, float]:
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dtype", default=native_dtype())
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=6, help="of each kind")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shapes", default="", help="comma-free names separated by ';', default all")
+    parser.add_argument("--kappa", type=float, default=1.0)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+    os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_USE_AOT_COMPILE="0")
+    from vllm import LLM, SamplingParams
+
+    from vllm_adaptivespec.core.policy import StaticPolicy, TreeShape
+
+    llm = LLM(
+        model=str(demo_target()),
+        dtype=options.dtype,
+        max_model_len=1024,
+        max_num_seqs=max(options.batch, 1),
+        max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=1 << 30,
+        enforce_eager=options.eager,
+        distributed_executor_backend="uni",
+        speculative_config={
+            "method": "adaptivespec",
+            "model": str(demo_head()),
+            "num_speculative_tokens": 16,
+            "margin_threshold": options.kappa,
+        },
+    )
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    places = {
+        "runner": runner,
+        "drafter": runner.drafter,
+        "drafter.model": runner.drafter.model,
+        "sampler": runner.rejection_sampler,
+    }
+    clock = Clock()
+    for part, methods in PARTS.items():
+        for method in methods:
+            place, name = method.split(":")
+            clock.watch(part, places[place], name)
+    paper = runner.policy
+    names = options.shapes.split(";") if options.shapes else list(SHAPES)
+    policies = {n: StaticPolicy(TreeShape(*SHAPES[n])) if SHAPES[n] else paper for n in names}
+    tokenizer = llm.get_tokenizer()
+    prompts = [
+        {"prompt_token_ids": list(tokenizer.apply_chat_template(
+            [{"role": "user", "content": p.text}], add_generation_prompt=True, return_dict=False))}
+        for source in ("humaneval", "chat")
+        for p in load_prompts(source, options.prompts)
+    ]
+    groups = [prompts[i : i + options.batch] for i in range(0, len(prompts), options.batch)]
+    sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens)
+    llm.generate(groups[0], sampling, use_tqdm=False)  # warm
+    turns: list[dict[str, Any]] = []
+    for turn in range(options.rounds):
+        order = names if turn % 2 == 0 else names[::-1]
+        for group_index, group in enumerate(groups):
+            for name in order:
+                runner.policy = policies[name]
+                llm.reset_prefix_cache()
+                before = runner.stats.as_dict()
+                clock.take()
+                start = time.perf_counter()
+                outputs = llm.generate(group, sampling, use_tqdm=False)
+                seconds = time.perf_counter() - start
+                after = runner.stats.as_dict()
+                delta = {k: after[k] - before[k] for k in ("verifications", "drafted", "accepted", "promoted", "emitted")}
+                tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+                turns.append(
+                    {"shape": name, "round": turn, "group": group_index, "seconds": seconds, "tokens": tokens,
+                     "parts": clock.take(), **delta}
+                )
+                print(".", end="", flush=True)
+    print()
+    report(options, names, turns)
+
+
+def report(options: argparse.Namespace, names: list[str], turns: list[dict[str, Any]]) -> None:
+    rows = []
+    for name in names:
+        own = [t for t in turns if t["shape"] == name]
+        total = {k: sum(t[k] for t in own) for k in ("verifications", "drafted", "promoted", "emitted", "tokens", "seconds")}
+        rates = [
+            sum(t["tokens"] for t in own if t["round"] == r) / sum(t["seconds"] for t in own if t["round"] == r)
+            for r in range(options.rounds)
+        ]
+        steps = total["verifications"] / options.batch
+        rows.append(
+            {
+                "shape": name,
+                "tokens_per_second": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
+                "acceptance_length": total["emitted"] / total["verifications"],
+                "nodes_per_verification": total["drafted"] / total["verifications"],
+                "promoted_per_verification": total["promoted"] / total["verifications"],
+                "ms_per_step": 1000 * total["seconds"] / steps,
+                "parts_ms_per_step": {
+                    part: 1000 * sum(t["parts"].get(part, 0.0) for t in own) / steps for part in PARTS
+                },
+            }
+        )
+    for row in rows:
+        parts = " ".join(f"{p}={v:.1f}" for p, v in row["parts_ms_per_step"].items())
+        print(
+            f"{row['shape']:28s} {row['tokens_per_second']['median']:6.1f} tok/s  AL {row['acceptance_length']:.2f}  "
+            f"nodes {row['nodes_per_verification']:.1f}  {row['ms_per_step']:.1f} ms/step  {parts}"
+        )
+    result = {
+        "command": ["bench/steps.py", *sys.argv[1:]],
+        "git": git_revision(),
+        "versions": versions(),
+        "machine": machine(),
+        "options": {k: v for k, v in vars(options).items() if k != "out"},
+        "rows": rows,
+        "turns": turns,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    mode = "-eager" if options.eager else ""
+    path = options.out / f"steps-{options.dtype}-b{options.batch}{mode}.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(f"wrote {path.name}")
+
+
+if __name__ == "__main__":
+    main()
