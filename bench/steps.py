@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What one step costs, and which tree shapes pay: one engine, its policy switched from turn to turn.
 
-Writes bench/results/steps-DTYPE-bB.json. Times are medians per step: the target's pass, the draft's passes, the logits, and our own
-parts (staging, metadata, acceptance, commit, growth). `--eager` skips compilation.
+Writes bench/results/steps-DTYPE-bB.json. Times are means per step: the target's pass, the draft's passes, the logits,
+and our own parts (staging, acceptance, commit). `--eager` skips compilation.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from vllm_adaptivespec.cli.engines import native_dtype
 from vllm_adaptivespec.cli.models import demo_head, demo_target
 from vllm_adaptivespec.cli.prompts import load_prompts
 from vllm_adaptivespec.cli.record import git_revision, machine, versions
+from vllm_adaptivespec.config import AdaptiveSpecConfig
+from vllm_adaptivespec.core.policy import AdaptivePolicy, StaticPolicy, TreePolicy, TreeShape
 
 SHAPES: dict[str, Any] = {
     "chain 2": (2, 1, 2),
@@ -32,7 +34,10 @@ SHAPES: dict[str, Any] = {
     "(2, 3, 6)": (2, 3, 6),
     "(3, 3, 5)": (3, 3, 5),
     "(3, 4, 8)": (3, 4, 8),
-    "paper (3, 4, 3)-(7, 1, 7)": None,
+    "adaptive (3, 4, 3)-(7, 1, 7)": ((3, 4, 3), (7, 1, 7)),  # the paper's
+    "adaptive (3, 4, 6)-(7, 1, 7)": ((3, 4, 6), (7, 1, 7)),
+    "adaptive (3, 4, 8)-(5, 3, 8)": ((3, 4, 8), (5, 3, 8)),
+    "adaptive (2, 4, 6)-(5, 3, 8)": ((2, 4, 6), (5, 3, 8)),
 }
 
 # Part of a step -> the methods it is the sum of; each is timed around the outermost call.
@@ -85,6 +90,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def policy(shape: Any) -> TreePolicy:
+    if isinstance(shape[0], int):
+        return StaticPolicy(TreeShape(*shape))
+    low, high = shape
+    return AdaptivePolicy(TreeShape(*low), TreeShape(*high), AdaptiveSpecConfig.confidence_scale)
+
+
 def main() -> None:
     options = arguments()
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
@@ -92,8 +104,6 @@ def main() -> None:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
     os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_USE_AOT_COMPILE="0")
     from vllm import LLM, SamplingParams
-
-    from vllm_adaptivespec.core.policy import StaticPolicy, TreeShape
 
     llm = LLM(
         model=str(demo_target()),
@@ -123,13 +133,17 @@ def main() -> None:
         for method in methods:
             place, name = method.split(":")
             clock.watch(part, places[place], name)
-    paper = runner.policy
     names = options.shapes.split(";") if options.shapes else list(SHAPES)
-    policies = {n: StaticPolicy(TreeShape(*SHAPES[n])) if SHAPES[n] else paper for n in names}
+    policies = {name: policy(SHAPES[name]) for name in names}
     tokenizer = llm.get_tokenizer()
     prompts = [
-        {"prompt_token_ids": list(tokenizer.apply_chat_template(
-            [{"role": "user", "content": p.text}], add_generation_prompt=True, return_dict=False))}
+        {
+            "prompt_token_ids": list(
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": p.text}], add_generation_prompt=True, return_dict=False
+                )
+            )
+        }
         for source in ("humaneval", "chat")
         for p in load_prompts(source, options.prompts)
     ]
@@ -149,11 +163,20 @@ def main() -> None:
                 outputs = llm.generate(group, sampling, use_tqdm=False)
                 seconds = time.perf_counter() - start
                 after = runner.stats.as_dict()
-                delta = {k: after[k] - before[k] for k in ("verifications", "drafted", "accepted", "promoted", "emitted")}
+                delta = {
+                    k: after[k] - before[k] for k in ("verifications", "drafted", "accepted", "promoted", "emitted")
+                }
                 tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
                 turns.append(
-                    {"shape": name, "round": turn, "group": group_index, "seconds": seconds, "tokens": tokens,
-                     "parts": clock.take(), **delta}
+                    {
+                        "shape": name,
+                        "round": turn,
+                        "group": group_index,
+                        "seconds": seconds,
+                        "tokens": tokens,
+                        "parts": clock.take(),
+                        **delta,
+                    }
                 )
                 print(".", end="", flush=True)
     print()
@@ -164,7 +187,9 @@ def report(options: argparse.Namespace, names: list[str], turns: list[dict[str, 
     rows = []
     for name in names:
         own = [t for t in turns if t["shape"] == name]
-        total = {k: sum(t[k] for t in own) for k in ("verifications", "drafted", "promoted", "emitted", "tokens", "seconds")}
+        total = {
+            k: sum(t[k] for t in own) for k in ("verifications", "drafted", "promoted", "emitted", "tokens", "seconds")
+        }
         rates = [
             sum(t["tokens"] for t in own if t["round"] == r) / sum(t["seconds"] for t in own if t["round"] == r)
             for r in range(options.rounds)

@@ -67,14 +67,19 @@ def _translate_speculative_config(original: Callable[..., Any]) -> Callable[...,
             return original(self, target_model_config, target_parallel_config)
 
         from .compat import check_environment
-        from .refusals import refuse_speculative_keys
+        from .refusals import refuse_async_scheduling, refuse_speculative_keys
 
         check_environment()
         own_keys = AdaptiveSpecConfig.own_keys()
         theirs = {k: v for k, v in keys.items() if k not in own_keys}
         refuse_speculative_keys(theirs)
+        if self.async_scheduling:
+            refuse_async_scheduling()
         shared = ("num_speculative_tokens",)
-        config = AdaptiveSpecConfig.from_dict({k: v for k, v in keys.items() if k in own_keys or k in shared})
+        given = {k: v for k, v in keys.items() if k in own_keys or k in shared}
+        if self.spec_tokens is not None:  # vLLM's --spec-tokens, which it merges into the dictionary later
+            given.setdefault("num_speculative_tokens", self.spec_tokens)
+        config = AdaptiveSpecConfig.from_dict(given)
         if target_parallel_config.worker_cls not in ("auto", WORKER_CLASS):
             raise ValueError(
                 f"{METHOD} brings its own worker, but worker_cls is {target_parallel_config.worker_cls!r}; "

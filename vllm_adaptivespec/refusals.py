@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from .config import METHOD
 
@@ -12,6 +12,7 @@ SPECULATIVE_KEYS = {
     "disable_padded_drafter_batch": "it is set by the plugin",
     "parallel_drafting": "trees are drafted level by level",
     "use_heterogeneous_vocab": "the draft head must share the target's tokenizer",
+    "kv_cache_dtype": "the draft's cache must be the target's kind",
     "use_local_argmax_reduction": "trees need the draft's distribution, not only its best token",
     "num_speculative_tokens_per_batch_size": "the tree policy chooses how much is drafted",
     "rejection_sample_method": "acceptance is the plugin's; use margin_threshold for lossy acceptance",
@@ -37,6 +38,12 @@ class Refusal:
     reason: str
     applies: Callable[[Any], bool]
 
+
+ASYNC_SCHEDULING = Refusal(
+    "asynchronous scheduling",
+    "ragged trees need the drafted tokens on the host; drop --async-scheduling",
+    lambda c: bool(c.scheduler_config.async_scheduling),
+)
 
 ENGINE_SETTINGS = (
     Refusal(
@@ -102,11 +109,7 @@ ENGINE_SETTINGS = (
         "vLLM's scheduler would cut a request's drafts below what it asserts; raise the threshold",
         lambda c: 0 < c.scheduler_config.long_prefill_token_threshold <= c.speculative_config.num_speculative_tokens,
     ),
-    Refusal(
-        "asynchronous scheduling",
-        "ragged trees need the drafted tokens on the host; drop --async-scheduling",
-        lambda c: bool(c.scheduler_config.async_scheduling),
-    ),
+    ASYNC_SCHEDULING,
 )
 """Engine settings that are refused; also what ``adaptivespec doctor`` lists."""
 
@@ -118,8 +121,17 @@ def refuse_speculative_keys(keys: Mapping[str, Any]) -> None:
             raise ValueError(f"{METHOD} does not take {key} in speculative_config: {reason}. Remove the key.")
 
 
+def _refuse(refusal: Refusal) -> NoReturn:
+    raise ValueError(f"{METHOD} does not support {refusal.what}: {refusal.reason}.")
+
+
+def refuse_async_scheduling() -> NoReturn:
+    """Raise before vLLM does: it would blame a key that the plugin set and the user never saw."""
+    _refuse(ASYNC_SCHEDULING)
+
+
 def refuse_engine_config(vllm_config: Any) -> None:
     """Raise ValueError for the first engine setting the plugin does not support."""
     for refusal in ENGINE_SETTINGS:
         if refusal.applies(vllm_config):
-            raise ValueError(f"{METHOD} does not support {refusal.what}: {refusal.reason}.")
+            _refuse(refusal)

@@ -132,7 +132,7 @@ def test_per_request_kappa_and_metrics(server: tuple[str, Path]) -> None:
 
 def test_start_up_line_says_what_is_in_force(server: tuple[str, Path]) -> None:
     _, log = server
-    assert "AdaptiveSpec is on: lossless, floor 0.3" in log.read_text()
+    assert "AdaptiveSpec is on: lossless, but requests may go down to 0.3" in log.read_text()
 
 
 def test_impossible_configuration_stops_the_start_with_a_sentence() -> None:
