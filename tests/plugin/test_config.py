@@ -236,7 +236,7 @@ class TestDerived:
         lossy = config_of(margin_threshold=0.3).summary()
         assert "LOSSY, margin_threshold=0.3" in lossy
         assert "lossless" not in lossy
-        assert "floor 0.1" in config_of(margin_threshold_floor=0.1).summary()
+        assert "requests may go down to 0.1" in config_of(margin_threshold_floor=0.1).summary()
         assert "static [2, 3, 5]" in config_of(tree_policy="static", static_shape=[2, 3, 5]).summary()
 
 

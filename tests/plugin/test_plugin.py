@@ -149,7 +149,7 @@ class TestOurMethod:
         [
             ({}, "INFO", "lossless"),
             ({"margin_threshold": 0.3}, "WARNING", "LOSSY, margin_threshold=0.3"),
-            ({"margin_threshold_floor": 0.3}, "WARNING", "floor 0.3"),  # some request may be lossy
+            ({"margin_threshold_floor": 0.3}, "WARNING", "may go down to 0.3"),  # some request may be lossy
         ],
     )
     def test_start_up_line(
