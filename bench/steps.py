@@ -21,7 +21,7 @@ from typing import Any
 from vllm_adaptivespec.cli.engines import native_dtype
 from vllm_adaptivespec.cli.models import demo_head, demo_target
 from vllm_adaptivespec.cli.prompts import load_prompts
-from vllm_adaptivespec.cli.record import git_revision, machine, versions
+from vllm_adaptivespec.cli.record import git_revision, machine, portable, versions
 from vllm_adaptivespec.config import AdaptiveSpecConfig
 from vllm_adaptivespec.core.policy import AdaptivePolicy, StaticPolicy, TreePolicy, TreeShape
 
@@ -215,7 +215,7 @@ def report(options: argparse.Namespace, names: list[str], turns: list[dict[str, 
             f"nodes {row['nodes_per_verification']:.1f}  {row['ms_per_step']:.1f} ms/step  {parts}"
         )
     result = {
-        "command": ["bench/steps.py", *sys.argv[1:]],
+        "command": portable(["bench/steps.py", *sys.argv[1:]]),
         "git": git_revision(),
         "versions": versions(),
         "machine": machine(),

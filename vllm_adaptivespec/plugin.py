@@ -1,7 +1,7 @@
 """The ``vllm.general_plugins`` entry point.
 
-vLLM calls ``register`` in every process it starts, used or not, possibly more than once. It installs four small
-seams, each of which does nothing unless the user chose ``method: "adaptivespec"``.
+vLLM calls ``register`` in every process it starts, used or not, possibly more than once. It installs three small
+seams, each of which does nothing unless the user chose ``method: "adaptivespec"``; a fourth follows with the engine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ def register() -> None:
     """Install the seams; safe to call again."""
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.input_processor import InputProcessor
 
     _wrap(EngineArgs, "create_speculative_config", _translate_speculative_config)
     _wrap(EngineArgs, "create_engine_config", _check_engine_config)
-    _wrap(InputProcessor, "_build_logits_processors_params_validator", _add_request_validation)
     _force_runner_v1(VllmConfig)
 
 
@@ -114,6 +112,7 @@ def _check_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             from .refusals import refuse_engine_config
 
             refuse_engine_config(vllm_config)
+            _install_request_validation()
             _log_start(config)
         return vllm_config
 
@@ -128,6 +127,13 @@ def _log_start(config: AdaptiveSpecConfig) -> None:
         logger.warning(config.summary())
     else:
         logger.info(config.summary())
+
+
+def _install_request_validation() -> None:
+    """The fourth seam, in the front end of an engine that uses us; importing its module takes a second elsewhere."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    _wrap(InputProcessor, "_build_logits_processors_params_validator", _add_request_validation)
 
 
 def _add_request_validation(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,8 @@ class Engine:
     """One ``vllm.LLM`` and what tests look at inside it."""
 
     llm: Any
+    last_hit: int = 0
+    """Tokens the last looked-at request found in the prefix cache."""
 
     @property
     def runner(self) -> Any:

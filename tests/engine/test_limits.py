@@ -70,7 +70,7 @@ def test_drafts_that_changed_on_the_way_are_a_chain(tiny_pair: Pair, tiny_spec: 
         scheduler_class.update_draft_token_ids = original
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # an engine that ends takes the process groups of all others with it
 def crowded(tiny: tuple[Path, Path]) -> Iterator[Engine]:
     """Six requests on blocks for about three: requests are preempted and resumed all the time."""
     target, head = tiny

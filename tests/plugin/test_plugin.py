@@ -37,8 +37,10 @@ def seams() -> list[Any]:
 
 def test_register_twice_installs_once() -> None:
     plugin.register()
+    plugin._install_request_validation()
     first = seams()
     plugin.register()
+    plugin._install_request_validation()
     assert all(now is before for now, before in zip(seams(), first, strict=True))
     for wrapper in first:
         assert wrapper.__module__ == inspect.unwrap(wrapper).__module__
@@ -231,6 +233,7 @@ class TestRequests:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine.input_processor import InputProcessor
 
+        plugin._install_request_validation()
         processor = SimpleNamespace(vllm_config=vllm_config, model_config=vllm_config.model_config)
         validate = InputProcessor._build_logits_processors_params_validator(processor)
         validate(SamplingParams(extra_args=extra_args))
