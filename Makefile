@@ -20,7 +20,7 @@ env:
 	$(SETUP) --extras demo,dev
 
 test: env
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: env
 	$(VENV)/bin/ruff check .

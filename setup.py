@@ -43,6 +43,7 @@ setup(
             "pytest>=8.4",
             "pytest-benchmark>=5.1",
             "pytest-timeout>=2.4",
+            "pytest-xdist>=3.6",  # the engine tests are single-threaded: two workers use two cores
             "ruff>=0.14",
         ],
         # A second opinion on tree attention in checks on a GPU.

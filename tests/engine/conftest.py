@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ import pytest
 
 from tests.engine.engines import Engine, Pair, start
 from tests.tiny_models import make_tiny_models
+from vllm_adaptivespec.cli.models import demo_head, demo_target
 
 
 @pytest.fixture(scope="session")
@@ -58,10 +60,23 @@ def tiny_spec(tiny_pair: Pair) -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def smol_pair() -> Iterator[Pair]:
     """SmolLM2-135M-Instruct and its trained head, plain and with the plugin."""
-    from vllm_adaptivespec.cli.models import demo_head, demo_target
-
     common = dict(model=str(demo_target()), max_model_len=512, max_num_seqs=8, block_size=64)
     return Pair(start(None, **common), start({"model": str(demo_head()), "num_speculative_tokens": 8}, **common))
+
+
+@pytest.fixture(scope="session")
+def smol_prompts(smol_pair: Pair) -> list[list[int]]:
+    """Held-out chat prompts, as token ids."""
+    tokenizer = smol_pair.plain.llm.get_tokenizer()
+    lines = (demo_head() / "heldout.jsonl").read_text().splitlines()[:32]
+    return [
+        list(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": json.loads(line)["prompt"]}], add_generation_prompt=True, return_dict=False
+            )
+        )
+        for line in lines
+    ]
 
 
 @pytest.fixture

@@ -52,9 +52,12 @@ class Engine:
         """Put back the policy, the classes and the configuration of the runner after a test."""
         runner = self.runner
         kept = (runner.policy, runner.adaptivespec, type(runner), type(runner.drafter), type(runner.rejection_sampler))
+        processor = self.llm.llm_engine.input_processor
+        validate = processor.validate_logits_processors_params
         try:
             yield
         finally:
+            processor.validate_logits_processors_params = validate
             runner.policy, runner.adaptivespec = kept[0], kept[1]
             runner.__class__, runner.drafter.__class__, runner.rejection_sampler.__class__ = kept[2:]
             self.reset_cache()
