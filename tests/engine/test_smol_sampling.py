@@ -96,6 +96,8 @@ def test_speculation_switched_off_per_request(
 def test_bad_request_arguments_are_refused(
     smol_pair: Pair, smol_prompts: list[list[int]], extra_args: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match="adaptivespec_"):
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match="adaptivespec_"):
         smol_pair.spec.tokens(smol_prompts[:1], sampling(4, extra_args=extra_args))
     assert len(smol_pair.spec.tokens(smol_prompts[:1], sampling(4))[0]) == 4  # and nobody else is hurt
