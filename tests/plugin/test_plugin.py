@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -158,16 +157,21 @@ class TestOurMethod:
         self,
         engine_args: MakeArgs,
         speculative_config: MakeDict,
-        caplog: pytest.LogCaptureFixture,
         monkeypatch: pytest.MonkeyPatch,
         values: dict[str, Any],
         level: str,
         text: str,
     ) -> None:
-        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-        with caplog.at_level(logging.INFO, logger="vllm.adaptivespec"):
-            engine_args(speculative_config=speculative_config(**values)).create_engine_config()
-        lines = {(r.levelname, r.getMessage()) for r in caplog.records if r.name == "vllm.adaptivespec"}
+        import vllm.logger
+
+        real, lines = vllm.logger.init_logger, []
+        ours = SimpleNamespace(
+            warning=lambda text: lines.append(("WARNING", text)), info=lambda text: lines.append(("INFO", text))
+        )
+        monkeypatch.setattr(
+            vllm.logger, "init_logger", lambda name: ours if name == "vllm.adaptivespec" else real(name)
+        )
+        engine_args(speculative_config=speculative_config(**values)).create_engine_config()
         ((seen_level, line),) = lines
         assert seen_level == level
         assert "AdaptiveSpec is on" in line
