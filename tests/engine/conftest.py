@@ -22,7 +22,7 @@ os.environ.update(
 
 import pytest
 
-from tests.engine.engines import Engine, Pair, start
+from tests.engine.engines import Engine, Pair, start, start_tiny
 from tests.tiny_models import make_tiny_models
 from vllm_adaptivespec.cli.models import demo_head, demo_target
 
@@ -34,19 +34,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_pair(tiny: tuple[Path, Path]) -> Iterator[Pair]:
-    """The tiny target plain and with the plugin, on few and small blocks so that boundaries and sharing come often."""
+def tiny_pair(tiny: tuple[Path, Path]) -> Pair:
+    """The tiny target plain and with the plugin."""
     target, head = tiny
-    common = dict(
-        model=str(target),
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        max_num_seqs=6,
-        max_num_batched_tokens=64,
-        block_size=32,
-        num_gpu_blocks_override=64,
-    )
-    return Pair(start(None, **common), start({"model": str(head), "num_speculative_tokens": 8}, **common))
+    return Pair(start_tiny(target, None, 64), start_tiny(target, head, 64))
 
 
 @pytest.fixture
@@ -58,7 +49,7 @@ def tiny_spec(tiny_pair: Pair) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def smol_pair() -> Iterator[Pair]:
+def smol_pair() -> Pair:
     """SmolLM2-135M-Instruct and its trained head, plain and with the plugin."""
     common = dict(model=str(demo_target()), max_model_len=512, max_num_seqs=8, block_size=64)
     return Pair(start(None, **common), start({"model": str(demo_head()), "num_speculative_tokens": 8}, **common))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm_adaptivespec.core.policy import StaticPolicy, TreePolicy, TreeShape
@@ -88,6 +89,20 @@ def start(spec: dict[str, Any] | None, **kwargs: Any) -> Engine:
             seed=0,
             **kwargs,
         )
+    )
+
+
+def start_tiny(model: Path, head: Path | None, num_blocks: int) -> Engine:
+    """A tiny model on few and small blocks, so that boundaries, sharing and preemption come often."""
+    return start(
+        None if head is None else {"model": str(head), "num_speculative_tokens": 8},
+        model=str(model),
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=6,
+        max_num_batched_tokens=64,
+        block_size=32,
+        num_gpu_blocks_override=num_blocks,
     )
 
 

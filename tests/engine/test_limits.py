@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.engines import Engine, Pair, sampling, start
+from tests.engine.engines import Engine, Pair, sampling, start_tiny
 from tests.engine.oracle import OracleProposer
 from tests.engine.test_oracle_exactness import prompts_of
 
@@ -71,19 +70,9 @@ def test_drafts_that_changed_on_the_way_are_a_chain(tiny_pair: Pair, tiny_spec: 
 
 
 @pytest.fixture(scope="session")  # an engine that ends takes the process groups of all others with it
-def crowded(tiny: tuple[Path, Path]) -> Iterator[Engine]:
+def crowded(tiny: tuple[Path, Path]) -> Engine:
     """Six requests on blocks for about three: requests are preempted and resumed all the time."""
-    target, head = tiny
-    return start(
-        {"model": str(head), "num_speculative_tokens": 8},
-        model=str(target),
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        max_num_seqs=6,
-        max_num_batched_tokens=64,
-        block_size=32,
-        num_gpu_blocks_override=14,
-    )
+    return start_tiny(*tiny, 14)
 
 
 def test_preemption_and_resumption(tiny_pair: Pair, crowded: Engine) -> None:
