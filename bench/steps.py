@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What one step costs, and which tree shapes pay: one engine, its policy switched from turn to turn.
 
-Writes bench/results/steps-DTYPE-bB.json. Times are means per step: the target's pass, the draft's passes, the logits,
-and our own parts (staging, acceptance, commit). `--eager` skips compilation.
+Writes bench/results/steps-DTYPE-bB.json. Times are means per step, each without the parts inside it: the target's pass,
+the draft's passes and logits, vLLM's first draft pass around them, and our own parts. `--eager` skips compilation.
 """
 
 from __future__ import annotations
@@ -40,34 +40,41 @@ SHAPES: dict[str, Any] = {
     "adaptive (2, 4, 6)-(5, 3, 8)": ((2, 4, 6), (5, 3, 8)),
 }
 
-# Part of a step -> the methods it is the sum of; each is timed around the outermost call.
+# Part of a step -> the methods it is the sum of.
 PARTS = {
     "target pass": ["runner:_model_forward"],
-    "draft passes": ["drafter.model:forward"],
+    "draft passes": ["drafter.model:forward", "drafter.model:combine_hidden_states"],
     "draft logits": ["drafter:_children"],
+    "vLLM's first draft pass": ["drafter:propose"],
+    "own: growth": ["drafter:_start", "drafter:_grow", "drafter:_finish"],
     "own: staging": ["runner:_get_slot_mappings", "runner:_split_by_path"],
     "own: acceptance": ["sampler:forward"],
     "own: commit": ["runner:_commit"],
-    "drafting in all": ["drafter:propose"],
 }
 
 
 class Clock:
-    """Seconds spent in parts of a step, by wrapping methods of live objects."""
+    """Seconds spent in parts of a step, by wrapping methods of live objects; a part inside another counts once."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.inside: list[float] = []
+        """Of each watched call in progress, the time spent in watched calls inside it."""
 
     def watch(self, part: str, owner: Any, name: str) -> None:
         method = getattr(owner, name)
 
         @functools.wraps(method)
         def timed(*args: Any, **kwargs: Any) -> Any:
+            self.inside.append(0.0)
             start = time.perf_counter()
             try:
                 return method(*args, **kwargs)
             finally:
-                self.seconds[part] += time.perf_counter() - start
+                total = time.perf_counter() - start
+                self.seconds[part] += total - self.inside.pop()
+                if self.inside:
+                    self.inside[-1] += total
 
         setattr(owner, name, timed)
 
@@ -183,6 +190,11 @@ def main() -> None:
     report(options, names, turns)
 
 
+def own_time(turns: list[dict[str, Any]], steps: float) -> float:
+    """Milliseconds per step in the plugin's own work, the models' passes and vLLM's own left out."""
+    return 1000 * sum(v for t in turns for part, v in t["parts"].items() if part.startswith("own")) / steps
+
+
 def report(options: argparse.Namespace, names: list[str], turns: list[dict[str, Any]]) -> None:
     rows = []
     for name in names:
@@ -203,6 +215,7 @@ def report(options: argparse.Namespace, names: list[str], turns: list[dict[str, 
                 "nodes_per_verification": total["drafted"] / total["verifications"],
                 "promoted_per_verification": total["promoted"] / total["verifications"],
                 "ms_per_step": 1000 * total["seconds"] / steps,
+                "own_ms_per_step": own_time(own, steps),
                 "parts_ms_per_step": {
                     part: 1000 * sum(t["parts"].get(part, 0.0) for t in own) / steps for part in PARTS
                 },
@@ -212,7 +225,8 @@ def report(options: argparse.Namespace, names: list[str], turns: list[dict[str, 
         parts = " ".join(f"{p}={v:.1f}" for p, v in row["parts_ms_per_step"].items())
         print(
             f"{row['shape']:28s} {row['tokens_per_second']['median']:6.1f} tok/s  AL {row['acceptance_length']:.2f}  "
-            f"nodes {row['nodes_per_verification']:.1f}  {row['ms_per_step']:.1f} ms/step  {parts}"
+            f"nodes {row['nodes_per_verification']:.1f}  {row['ms_per_step']:.1f} ms/step  "
+            f"own {row['own_ms_per_step']:.1f}  {parts}"
         )
     result = {
         "command": portable(["bench/steps.py", *sys.argv[1:]]),

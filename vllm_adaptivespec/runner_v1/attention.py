@@ -84,13 +84,6 @@ class BranchAttentionImpl(CPUAttentionBackendImpl):
         own = len(slot_mapping)
         self.branch_writer.stash[name] = key[own:], value[own:]
 
-    def commit(self, layer: torch.nn.Module, source: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write rows ``source`` of the stash to ``slots`` of the layer's cache."""
-        key, value = self.branch_writer.stash[layer.layer_name]
-        super().do_kv_cache_update(
-            layer, key.index_select(0, source), value.index_select(0, source), layer.kv_cache, slots
-        )
-
 
 def install(layers: dict[str, torch.nn.Module], writer: BranchWriter) -> None:
     """Give the layers our implementation.
@@ -107,9 +100,63 @@ def install(layers: dict[str, torch.nn.Module], writer: BranchWriter) -> None:
         layer.impl.branch_writer = writer
 
 
-def copy_blocks(layers: dict[str, torch.nn.Module], source: list[int], target: list[int]) -> None:
-    """Copy whole cache blocks ``source[i]`` to ``target[i]`` in every layer; the packing inside does not matter."""
-    for layer in layers.values():
-        cache = layer.kv_cache
+class StackedCache:
+    """The caches of one model's layers as one, so that copies and commits take one call for all layers.
+
+    Args:
+        layers: by name, in the order of their caches.
+
+    Raises:
+        ValueError: the caches are not equally spaced, contiguous parts of one allocation; says so.
+    """
+
+    def __init__(self, layers: dict[str, torch.nn.Module]) -> None:
+        self.names = list(layers)
+        self.layer = layers[self.names[0]]
+        caches = [layer.kv_cache for layer in layers.values()]
+        first = caches[0]
+        starts = [cache.storage_offset() for cache in caches]
+        spacing = starts[1] - starts[0] if len(starts) > 1 else first.numel()
+        regular = starts == [starts[0] + i * spacing for i in range(len(starts))] and spacing >= first.numel()
+        alike = all(
+            cache.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and (cache.shape, cache.dtype) == (first.shape, first.dtype)
+            and cache.is_contiguous()
+            for cache in caches
+        )
+        if not (regular and alike) or spacing % first[0].numel():
+            raise ValueError("its layers' KV caches are not equal parts of one allocation")
+        self.blocks_per_layer = spacing // first[0].numel()
+        self.num_layers = len(caches)
+        # From the first layer's first block to the last one's last.
+        num_blocks = (self.num_layers - 1) * self.blocks_per_layer + first.shape[0]
+        self.blocks = torch.as_strided(first, (num_blocks, *first.shape[1:]), first.stride(), starts[0])
+        self.first_blocks = torch.arange(self.num_layers) * self.blocks_per_layer
+        self.block_size = first.shape[2]
+
+    def copy_blocks(self, source: list[int], target: list[int]) -> None:
+        """Copy whole blocks ``source[i]`` to ``target[i]`` in every layer; the packing inside does not matter."""
+        by_layer = torch.as_strided(
+            self.blocks,
+            (self.num_layers, self.blocks_per_layer, *self.blocks.shape[1:]),
+            (self.blocks_per_layer * self.blocks.stride(0), *self.blocks.stride()),
+            self.blocks.storage_offset(),
+        )
         for s, t in zip(source, target, strict=True):  # several times faster than one indexed copy of all
-            cache[t].copy_(cache[s])
+            by_layer[:, t].copy_(by_layer[:, s])
+
+    def write(self, stash: dict[str, KeyValue], rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write rows of every layer's keys and values to slots of its cache, the same ones in all layers.
+
+        Args:
+            stash: by layer, ``[num_rows, num_kv_heads, head_size]`` each.
+            rows, slots: ``[num_writes]`` int64.
+        """
+        key, value = (
+            torch.stack([stash[name][part] for name in self.names]).index_select(1, rows).flatten(0, 1)
+            for part in (0, 1)
+        )
+        first_slots = self.first_blocks.unsqueeze(1) * self.block_size
+        CPUAttentionBackendImpl.do_kv_cache_update(
+            self.layer.impl, self.layer, key, value, self.blocks, (first_slots + slots).flatten()
+        )

@@ -12,7 +12,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from ..core.growth import TreeGrowth
 from ..core.tree import DraftTree
-from .attention import BranchWriter, BranchWrites, KeyValue, copy_blocks
+from .attention import BranchWriter, BranchWrites, KeyValue
 from .branch_blocks import RequestBranches
 from .state import RequestSpeculation
 
@@ -211,7 +211,7 @@ class TreeProposer(EagleProposer):
                 source += [int(metadata.block_table_tensor[d.request, tail])] * len(blocks)
                 target += blocks
         if source:
-            copy_blocks(self.runner.draft_layers, source, target)
+            self.runner.draft_cache.copy_blocks(source, target)
 
     def _run_level(
         self,

@@ -20,7 +20,7 @@ from ..config import AdaptiveSpecConfig
 from ..core.branches import TRUNK
 from ..core.policy import TreeShape
 from ..core.stats import SpecStats
-from .attention import BranchAttentionImpl, BranchWriter, BranchWrites, copy_blocks, install
+from .attention import BranchWriter, BranchWrites, StackedCache, install
 from .branch_blocks import BranchPool, why_no_branches, with_branch_blocks
 from .proposer import TreeProposer
 from .sampler import TreeSampler
@@ -67,16 +67,20 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         first_branch_block = kv_cache_config.num_blocks
-        reason = why_no_branches(kv_cache_config)
-        if reason is None:
+        chains_only = why_no_branches(kv_cache_config)
+        if chains_only is None:
             kv_cache_config = with_branch_blocks(kv_cache_config, self.num_branch_blocks)
-        else:
-            logger.warning("adaptivespec drafts chains for this model: %s.", reason)
-            self.num_branch_blocks = 0
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        if self.num_branch_blocks and any(size != block_size for size in self._kernel_block_sizes):
-            logger.warning("adaptivespec drafts chains: block size %d is split by the attention kernel.", block_size)
+        if any(size != block_size for size in self._kernel_block_sizes):
+            chains_only = f"its attention kernel splits blocks of {block_size} tokens"
+        if chains_only is None:
+            try:
+                self.target_cache, self.draft_cache = StackedCache(self.target_layers), StackedCache(self.draft_layers)
+            except ValueError as error:
+                chains_only = str(error)
+        if chains_only is not None:
+            logger.warning("adaptivespec drafts chains for this model: %s.", chains_only)
             self.num_branch_blocks = 0
         self.block_size = block_size
         self.branches = BranchPool(first_branch_block, self.num_branch_blocks)
@@ -202,7 +206,7 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
                     rows.append(step.root_row + write.row)
                     slots.append(branches.blocks[write.path - 1] * self.block_size + offset + write.depth)
         if source:
-            copy_blocks(self.target_layers, source, target)
+            self.target_cache.copy_blocks(source, target)
         if rows:
             self.target_writer.writes = BranchWrites(torch.tensor(rows), torch.tensor(slots))
 
@@ -311,10 +315,7 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
             branches.synced_to = step.base + 1 + len(step.accepted)
         if not source:
             return
-        source_rows, slot_mapping = torch.tensor(source), torch.tensor(slots)
-        for layer in self.target_layers.values():
-            impl: BranchAttentionImpl = layer.impl
-            impl.commit(layer, source_rows, slot_mapping)
+        self.target_cache.write(self.target_writer.stash, torch.tensor(source), torch.tensor(slots))
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         try:
