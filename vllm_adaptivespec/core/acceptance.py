@@ -112,11 +112,11 @@ def log_ratios(
         argmax: ``[num_rows]`` index of each row's maximum, where the caller has it already.
 
     Returns:
-        ``[num_nodes]`` float32, at most 0.
+        ``[num_nodes]`` float32, at most 0; -inf where it is not a number, so that it never passes.
     """
     best = logits.amax(dim=-1)[rows] if argmax is None else logits[rows, argmax[rows]]
     ratios = logits[rows, tokens.clamp(min=0)].float() - best.float()
-    return ratios.masked_fill(tokens < 0, -math.inf)
+    return ratios.masked_fill((tokens < 0) | ratios.isnan(), -math.inf)
 
 
 def walk_tree(

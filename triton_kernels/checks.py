@@ -1,0 +1,47 @@
+"""Argument checks of the kernels' wrappers: a ValueError names the argument before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTS = (torch.int32, torch.int64)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError(message) unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_tensor(
+    name: str,
+    value: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    *,
+    contiguous: bool = True,
+) -> None:
+    """Check one tensor argument.
+
+    Args:
+        shape: expected sizes, None where any will do.
+        contiguous: whether the whole tensor must be contiguous; otherwise its last dimension must be.
+
+    Raises:
+        ValueError: names the argument, what it is and what it must be.
+    """
+    require(
+        value.dim() == len(shape) and all(s is None or s == v for s, v in zip(shape, value.shape, strict=True)),
+        f"{name} must have shape [{', '.join('any' if s is None else str(s) for s in shape)}], is {list(value.shape)}",
+    )
+    require(value.dtype in dtypes, f"{name} must be one of {', '.join(map(str, dtypes))}, is {value.dtype}")
+    require(value.device == device, f"{name} must be on {device}, is on {value.device}")
+    if contiguous:
+        require(value.is_contiguous(), f"{name} must be contiguous")
+    else:
+        last = value.dim() == 0 or value.shape[-1] <= 1 or value.stride(-1) == 1
+        require(last, f"the last dimension of {name} must be contiguous")
