@@ -147,7 +147,7 @@ def test_output_distribution() -> None:
     tree = DraftTree((2, 0), (-1, -1))
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((3, vocab), generator=generator)
-    rows[0, 2] += 1
+    rows[0, 2] += 4
     batch = Batch(
         rows.repeat(draws, 1),
         list(range(0, 3 * draws + 1, 3)),
