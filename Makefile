@@ -20,9 +20,11 @@ demo:
 env:
 	$(SETUP) --extras demo,dev
 
-# An engine freezes vLLM's environment variables for its process, so its tests do not share one with the others.
+# An engine freezes vLLM's environment variables for its process, and a kernel is interpreted or not for its process, so
+# the tests of either do not share one with the others.
 test: env
-	$(PYTEST) --ignore tests/engine $(ARGS)
+	$(PYTEST) --ignore tests/engine --ignore tests/kernels $(ARGS)
+	$(PYTEST) tests/kernels $(ARGS)
 	$(PYTEST) tests/engine $(ARGS)
 
 lint: env

@@ -93,6 +93,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", default="", help="comma-free names separated by ';', default all")
     parser.add_argument("--kappa", type=float, default=1.0)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--suffix", default="", help="goes to the end of the file's name")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     return parser.parse_args()
 
@@ -234,11 +235,12 @@ def report(options: argparse.Namespace, names: list[str], turns: list[dict[str, 
         "versions": versions(),
         "machine": machine(),
         "options": {k: v for k, v in vars(options).items() if k != "out"},
+        "preload": Path(os.environ.get("LD_PRELOAD", "")).name or None,
         "rows": rows,
         "turns": turns,
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    mode = "-eager" if options.eager else ""
+    mode = ("-eager" if options.eager else "") + options.suffix
     path = options.out / f"steps-{options.dtype}-b{options.batch}{mode}.json"
     path.write_text(json.dumps(result, indent=1))
     print(f"wrote {path.name}")

@@ -78,7 +78,9 @@ def check(state: GrowthState, twins: list[Twin], last_frontiers: list[list[int]]
         assert int(state.num_nodes[r]) == n
         assert state.tokens[r, :n].tolist() == list(tree.tokens)
         assert state.parents[r, :n].tolist() == list(tree.parents)
-        assert state.scores[r, :n].tolist() == pytest.approx(sorted(growth.scores, reverse=True)[:n], rel=1e-5, abs=1e-5)
+        assert state.scores[r, :n].tolist() == pytest.approx(
+            sorted(growth.scores, reverse=True)[:n], rel=1e-5, abs=1e-5
+        )
         assert (state.tokens[r, n:] == -1).all()
         assert (state.parents[r, n:] == -1).all()
         size = len(growth.frontier)

@@ -1,0 +1,87 @@
+"""What the host-side parts of a step cost on a CPU: `core/`, which the CPU path runs at every step.
+
+The README has the commands that save a baseline and compare with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_adaptivespec.core.acceptance import MarginRule, Walk, log_ratios
+from vllm_adaptivespec.core.attention import tree_attention
+from vllm_adaptivespec.core.branches import BranchLayout
+from vllm_adaptivespec.core.growth import TreeGrowth
+from vllm_adaptivespec.core.noise import gumbel_noise
+from vllm_adaptivespec.core.policy import AcceptanceHistory, AdaptivePolicy, TreeShape
+from vllm_adaptivespec.core.tree import DraftTree
+
+VOCAB = 49_152
+TREE = DraftTree((1, 2, 3, 4, 5, 6, 7, 8), (-1, -1, -1, 0, 0, 1, 3, 6))
+
+
+def grow(shape: TreeShape) -> DraftTree:
+    growth = TreeGrowth(shape)
+    log_probs = [-0.5 - 0.3 * rank for rank in range(shape.width)]
+    while growth.frontier:
+        rows = len(growth.frontier)
+        growth.expand([log_probs] * rows, [list(range(shape.width))] * rows)
+    return growth.tree()
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 8), (6, 4, 16), (8, 8, 64)], ids=str)
+def test_growth(benchmark: Any, shape: tuple[int, int, int]) -> None:
+    assert len(benchmark(grow, TreeShape(*shape))) == shape[2]
+
+
+def test_branch_layout(benchmark: Any) -> None:
+    def layout() -> int:
+        branches = BranchLayout(TREE)
+        return len(list(branches.runs())) + len(list(branches.branch_writes()))
+
+    assert benchmark(layout) > 0
+
+
+@pytest.mark.parametrize("rows", [9, 36])
+def test_argmax_and_ratios(benchmark: Any, rows: int) -> None:
+    logits = torch.randn((rows, VOCAB), generator=torch.Generator().manual_seed(0))
+    parents = torch.arange(rows)
+    tokens = torch.arange(rows)
+
+    def decide() -> torch.Tensor:
+        return log_ratios(logits, parents, tokens, logits.argmax(dim=-1))
+
+    assert benchmark(decide).shape == (rows,)
+
+
+def test_walk(benchmark: Any) -> None:
+    choices = [1, 4, 7, 8, 0, 0, 0, 0, 9]
+
+    def walk() -> int:
+        w = Walk(TREE, MarginRule(0.3))
+        while not w.done:
+            w.advance(choices[1 + w.node], [-2.0] * len(TREE))
+        return len(w.emitted)
+
+    assert benchmark(walk) > 0
+
+
+def test_policy(benchmark: Any) -> None:
+    policy = AdaptivePolicy(TreeShape(2, 4, 6), TreeShape(5, 3, 8), 0.5)
+    history = AcceptanceHistory(0.3, 5)
+    assert benchmark(policy.shape, 0.4, history).nodes >= 6
+
+
+def test_reference_attention(benchmark: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn((9, 9, 64), generator=generator)
+    key, value = torch.randn((2, 512, 3, 64), generator=generator)
+    node_key, node_value = torch.randn((2, 8, 3, 64), generator=generator)
+    mask = torch.cat((torch.zeros((1, 8), dtype=torch.bool), TREE.ancestor_mask()))
+    assert benchmark(tree_attention, query, key, value, node_key, node_value, mask, 0.125).shape == (9, 9, 64)
+
+
+def test_noise(benchmark: Any) -> None:
+    assert benchmark(gumbel_noise, 1, 2, VOCAB).shape == (VOCAB,)
