@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ LAYERS, HEADS, KV_HEADS, HEAD_SIZE, PAGE, VOCAB, DRAFT_VOCAB = 32, 32, 8, 128, 1
 """An 8B model's."""
 ROTATION_BYTES = 256 << 20
 """Inputs in turn add up to more than any cache."""
+
+
+Contenders = dict[str, list[Callable[[], Any]]]
+"""By name, the same work on different inputs."""
 
 
 @dataclass
@@ -102,7 +107,7 @@ class Device:
                 times.append(time.perf_counter() - begin)
         return times
 
-    def measure(self, kernel: str, size: Size, num_bytes: int, contenders: dict[str, list[Callable[[], Any]]]) -> None:
+    def measure(self, kernel: str, size: Size, num_bytes: int, contenders: Contenders) -> None:
         row: dict[str, Any] = {
             "kernel": kernel,
             "size": vars(size),
@@ -182,9 +187,9 @@ def acceptance(device: Device, size: Size, vocab: int) -> None:
         best = logits.max(dim=-1)
         return logits[parent_rows, arguments["tokens"].clamp(min=0)] - best.values[parent_rows]
 
-    contenders = {
-        "ours": [lambda x=x: kernels.margin_acceptance(x, **arguments) for x in inputs],
-        "torch max + gather (no walk)": [lambda x=x: by_torch(x) for x in inputs],
+    contenders: Contenders = {
+        "ours": [partial(kernels.margin_acceptance, x, **arguments) for x in inputs],
+        "torch max + gather (no walk)": [partial(by_torch, x) for x in inputs],
     }
     device.measure("acceptance", size, num_bytes, contenders)
 
@@ -263,14 +268,14 @@ def attention(device: Device, size: Size) -> None:
     )
     error = (result[last * rows :].double() - expected).abs().max().item()
     check(f"attention (largest error {error:.4f})", error < 1e-2)
-    contenders: dict[str, list[Callable[[], Any]]] = {"ours": [lambda x=x: ours(x) for x in inputs]}
+    contenders: Contenders = {"ours": [partial(ours, x) for x in inputs]}
     mask = torch.cat((torch.ones((size.batch, rows, size.context), dtype=torch.bool, device=where), seen), dim=-1)
     for name, call in dense_contenders(mask, size, rows):
         if with_dense:
-            contenders[name] = [lambda x=x, call=call: call(x) for x in inputs]
+            contenders[name] = [partial(call, x) for x in inputs]
     flash = paged_flash(table, size, rows)
     if flash is not None and device.is_gpu:
-        contenders["FlashAttention chain, paged"] = [lambda x=x: flash(x) for x in inputs]
+        contenders["FlashAttention chain, paged"] = [partial(flash, x) for x in inputs]
     device.measure("attention", size, num_bytes, contenders)
 
 
@@ -371,9 +376,9 @@ def commit(device: Device, size: Size, layers: int) -> None:
             flat = cache.view(-1, KV_HEADS, HEAD_SIZE)
             flat[target] = flat[source]
 
-    contenders = {
-        "ours": [lambda x=x: kernels.kv_commit(x, *arguments) for x in inputs],
-        "torch index copies": [lambda x=x: by_torch(x) for x in inputs],
+    contenders: Contenders = {
+        "ours": [partial(kernels.kv_commit, x, *arguments) for x in inputs],
+        "torch index copies": [partial(by_torch, x) for x in inputs],
     }
     device.measure("commit", size, num_bytes, contenders)
 
@@ -395,7 +400,13 @@ def growth(device: Device, size: Size, vocab: int) -> None:
     kept = min(width, size.nodes)
     check("growth", torch.equal(state.tokens[:, :kept], reference.indices[:, :kept]))
     num_bytes = size.batch * width * vocab * 2
-    make = lambda: torch.randn((size.batch * width, vocab), device=where).to(torch.bfloat16)  # noqa: E731
+
+    def make() -> torch.Tensor:
+        return torch.randn((size.batch * width, vocab), device=where).to(torch.bfloat16)
+
+    def by_torch(x: torch.Tensor) -> Any:
+        return x.float().log_softmax(-1).topk(width)
+
     inputs = copies(make, num_bytes)
     fields = {name: tensor.clone() for name, tensor in vars(state).items()}
 
@@ -404,9 +415,9 @@ def growth(device: Device, size: Size, vocab: int) -> None:
             tensor.copy_(fields[name])
         kernels.grow_level(state, x, level, **limits)
 
-    contenders = {
-        "ours": [lambda x=x: ours(x) for x in inputs],
-        "torch log_softmax + topk (no merge)": [lambda x=x: x.float().log_softmax(-1).topk(width) for x in inputs],
+    contenders: Contenders = {
+        "ours": [partial(ours, x) for x in inputs],
+        "torch log_softmax + topk (no merge)": [partial(by_torch, x) for x in inputs],
     }
     device.measure("growth", size, num_bytes, contenders)
 

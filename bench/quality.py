@@ -22,15 +22,24 @@ from vllm_adaptivespec.cli.models import demo_head, demo_target
 from vllm_adaptivespec.cli.prompts import SOURCES, load_prompts
 from vllm_adaptivespec.cli.record import git_revision, machine, portable, versions
 
-KAPPAS = (1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05)
-PROMOTIONS: tuple[int | None, ...] = (None, 1)
+SETTINGS: tuple[tuple[float, int | None], ...] = (
+    (1.0, None),
+    (0.7, None),
+    (0.5, None),
+    (0.3, None),
+    (0.3, 1),
+    (0.2, None),
+    (0.1, None),
+    (0.1, 1),
+)
+"""kappa, and promotions allowed in a step."""
 RESAMPLES = 2000
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=12, help="of each kind")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=8, help="of each kind")
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     return parser.parse_args()
@@ -61,7 +70,7 @@ def start(options: argparse.Namespace) -> Any:
             "method": "adaptivespec",
             "model": str(demo_head()),
             "num_speculative_tokens": 8,
-            "margin_threshold_floor": min(KAPPAS),
+            "margin_threshold_floor": min(kappa for kappa, _ in SETTINGS),
         },
     )
 
@@ -94,40 +103,39 @@ def main() -> None:
     ]
     rows: list[dict[str, Any]] = []
     lossless: list[list[int]] = []
-    for kappa in KAPPAS:
-        for promotions in PROMOTIONS if kappa < 1 else (None,):
-            runner.adaptivespec = replace(config, max_promotions_per_step=promotions)
-            before = runner.stats.as_dict()
-            params = SamplingParams(
-                temperature=0, max_tokens=options.max_tokens, extra_args={"adaptivespec_margin_threshold": kappa}
-            )
-            requests = [{"prompt_token_ids": p} for p in prompts]
-            outputs = [list(o.outputs[0].token_ids) for o in llm.generate(requests, params, use_tqdm=False)]
-            after = runner.stats.as_dict()
-            counts = {k: after[k] - before[k] for k in ("verifications", "promoted", "emitted", "drafted", "accepted")}
-            lossless = lossless or outputs
-            means = [statistics.fmean(target_log_probs(llm, p, o)) for p, o in zip(prompts, outputs, strict=True) if o]
-            row = {
-                "kappa": kappa,
-                "max_promotions_per_step": promotions,
-                "acceptance_length": counts["emitted"] / counts["verifications"],
-                "promoted_per_step": counts["promoted"] / counts["verifications"],
-                "promoted_share": counts["promoted"] / counts["emitted"],
-                "target_log_prob": statistics.fmean(means),
-                "target_log_prob_interval": interval(means),
-                "unchanged_outputs": sum(a == b for a, b in zip(outputs, lossless, strict=True)) / len(outputs),
-                "counts": counts,
-                "target_log_prob_by_prompt": means,
-            }
-            rows.append(row)
-            low, high = row["target_log_prob_interval"]
-            print(
-                f"kappa {kappa:<5g} promotions {promotions or 'any'!s:4} "
-                f"acceptance length {row['acceptance_length']:.2f}  "
-                f"promoted/step {row['promoted_per_step']:.3f}  target log-prob {row['target_log_prob']:.3f} "
-                f"({low:.3f} to {high:.3f})  unchanged {100 * row['unchanged_outputs']:.0f}%",
-                flush=True,
-            )
+    for kappa, promotions in SETTINGS:
+        runner.adaptivespec = replace(config, max_promotions_per_step=promotions)
+        before = runner.stats.as_dict()
+        params = SamplingParams(
+            temperature=0, max_tokens=options.max_tokens, extra_args={"adaptivespec_margin_threshold": kappa}
+        )
+        requests = [{"prompt_token_ids": p} for p in prompts]
+        outputs = [list(o.outputs[0].token_ids) for o in llm.generate(requests, params, use_tqdm=False)]
+        after = runner.stats.as_dict()
+        counts = {k: after[k] - before[k] for k in ("verifications", "promoted", "emitted", "drafted", "accepted")}
+        lossless = lossless or outputs
+        means = [statistics.fmean(target_log_probs(llm, p, o)) for p, o in zip(prompts, outputs, strict=True) if o]
+        row = {
+            "kappa": kappa,
+            "max_promotions_per_step": promotions,
+            "acceptance_length": counts["emitted"] / counts["verifications"],
+            "promoted_per_step": counts["promoted"] / counts["verifications"],
+            "promoted_share": counts["promoted"] / counts["emitted"],
+            "target_log_prob": statistics.fmean(means),
+            "target_log_prob_interval": interval(means),
+            "unchanged_outputs": sum(a == b for a, b in zip(outputs, lossless, strict=True)) / len(outputs),
+            "counts": counts,
+            "target_log_prob_by_prompt": means,
+        }
+        rows.append(row)
+        low, high = row["target_log_prob_interval"]
+        print(
+            f"kappa {kappa:<5g} promotions {promotions or 'any'!s:4} "
+            f"acceptance length {row['acceptance_length']:.2f}  "
+            f"promoted/step {row['promoted_per_step']:.3f}  target log-prob {row['target_log_prob']:.3f} "
+            f"({low:.3f} to {high:.3f})  unchanged {100 * row['unchanged_outputs']:.0f}%",
+            flush=True,
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     content = {
         "command": portable(["bench/quality.py", *sys.argv[1:]]),

@@ -10,8 +10,10 @@ import triton.language as tl
 
 from .checks import INTS, check_tensor, require
 
-COLUMNS = 128
-"""Elements of a token's keys or values that one program moves."""
+MAX_COLUMNS = 128
+"""Elements of a token's keys or values that one program moves at most."""
+MAX_TILE = 2048
+"""Elements one program holds in registers: the whole path's."""
 MAX_NODES = 64
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -122,7 +124,9 @@ def kv_commit(
     if num_requests == 0:
         return
     _, page, kv_heads, head_size = layout.shape
-    _commit_kernel[(num_requests, len(caches.caches), triton.cdiv(kv_heads * head_size, COLUMNS))](
+    steps = triton.next_power_of_2(max_nodes)
+    columns = min(MAX_COLUMNS, MAX_TILE // steps)
+    _commit_kernel[(num_requests, len(caches.caches), triton.cdiv(kv_heads * head_size, columns))](
         layout.view(WORDS[layout.element_size()]),
         caches.addresses,
         *layout.stride()[:3],
@@ -134,7 +138,7 @@ def kv_commit(
         page,
         kv_heads,
         HEAD_SIZE=head_size,
-        NODES=triton.next_power_of_2(max_nodes),
-        COLUMNS=COLUMNS,
+        NODES=steps,
+        COLUMNS=columns,
         num_warps=4,
     )

@@ -235,14 +235,16 @@ INTERPRETED = not isinstance(_attention_kernel, triton.JITFunction)
 
 
 def launch_shape(max_queries: int, group: int, head_size: int) -> dict[str, int]:
-    """Tile sizes and warps of the attention kernel."""
-    most = 64 if head_size > 128 else 128
-    block_m = min(max(triton.next_power_of_2(max_queries * group), 16), most)
+    """Tile sizes and warps of the attention kernel: no spills in usual sizes, and within the chip's shared memory."""
+    block_d = triton.next_power_of_2(head_size)
+    large = block_d > 128
+    block_m = min(max(triton.next_power_of_2(max_queries * group), 16), 64 if large else 128)
+    small_memory = torch.version.hip is not None  # 64 KiB on gfx942, more than twice that on NVIDIA's from sm_80 on
     return {
         "BLOCK_M": block_m,
-        "BLOCK_N": 32 if head_size > 128 else 64,
-        "BLOCK_D": triton.next_power_of_2(head_size),
-        "num_warps": 8 if block_m * head_size >= 128 * 128 else 4,
+        "BLOCK_N": (16 if small_memory else 32) if large else 64,
+        "BLOCK_D": block_d,
+        "num_warps": 8 if large or block_m * block_d >= 128 * 128 else 4,
         "num_stages": 2,
     }
 
