@@ -2,8 +2,9 @@
 """Every kernel on the GPU at hand: right against its twin, and how fast against its floor and what a user has today.
 
 Needs torch and triton; flash-attn and xformers are compared with where they are installed. Takes under three minutes
-and writes bench/results/gpu-check.json. `--tiny` is for the CPU and the interpreter (TRITON_INTERPRET=1): it proves
-this script, not the speed.
+and writes bench/results/gpu-check.json after every line. It checks greedy and sampled acceptance, masked attention,
+commits and a growth level at real sizes; `pytest tests/kernels` on the same machine checks everything at small ones.
+`--tiny` is for the CPU and the interpreter (TRITON_INTERPRET=1): it proves this script, not the speed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,18 +51,23 @@ kernels = load_package()
 from vllm_adaptivespec.core import attention as attention_twin  # noqa: E402
 from vllm_adaptivespec.core.acceptance import MarginRule  # noqa: E402
 from vllm_adaptivespec.core.commit import commit_path  # noqa: E402
+from vllm_adaptivespec.core.noise import gumbel_noise  # noqa: E402
 from vllm_adaptivespec.core.rows import RowSampling, accept_rows  # noqa: E402
 from vllm_adaptivespec.core.tree import ROOT as TREE_ROOT  # noqa: E402
 from vllm_adaptivespec.core.tree import DraftTree  # noqa: E402
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, PAGE, VOCAB, DRAFT_VOCAB = 32, 32, 8, 128, 16, 128_256, 32_000
 """An 8B model's."""
-ROTATION_BYTES = 256 << 20
-"""Inputs in turn add up to more than any cache."""
+FLUSH_BYTES = 512 << 20
+"""More than any cache holds."""
+NUM_INPUTS = 3
+FLASH_PAGE = 256
+PER_REQUEST = ("max_promotions", "protected")
+ATTENTION_TOLERANCE = 0.02
+"""Largest error of bfloat16 attention, relative to the largest output."""
 
 
-Contenders = dict[str, list[Callable[[], Any]]]
-"""By name, the same work on different inputs."""
+OURS = "ours"
 
 
 @dataclass
@@ -74,57 +80,108 @@ class Size:
 
 
 @dataclass
+class Call:
+    """One call to be timed; ``prepare`` is run before it and not timed."""
+
+    call: Callable[[], Any]
+    prepare: Callable[[], Any] | None = None
+
+
+Contenders = dict[str, Sequence[Call | Callable[[], Any]]]
+"""By name, the same work on different inputs."""
+
+
+@dataclass
 class Device:
     """Where things run and what it can do at best."""
 
     torch: torch.device
     repeats: int
     bytes_per_second: float = math.nan
+    path: Path = Path("gpu-check.json")
     results: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self) -> None:
+        """All results so far: a later failure must not lose them."""
+        content = {
+            "command": " ".join(["bench/gpu_check.py", *sys.argv[1:]]),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+            "device": torch.cuda.get_device_name() if self.is_gpu else "cpu, interpreted",
+            "copy_bytes_per_second": self.bytes_per_second,
+            "results": self.results,
+        }
+        self.path.write_text(json.dumps(content, indent=1) + "\n")
 
     @property
     def is_gpu(self) -> bool:
         return self.torch.type == "cuda"
 
-    def seconds(self, calls: list[Callable[[], Any]]) -> list[float]:
-        """Times of calls with different inputs in turn; the first round is not counted."""
-        for call in calls[:3]:
-            call()
+    def seconds(self, calls: list[Call]) -> list[float]:
+        """Times of calls with different inputs in turn, the caches flushed before each.
+
+        On a GPU a call is captured in a graph first, so that the time is the device's and not the launching host's.
+        """
+        if not self.is_gpu:
+            return [self.by_clock(calls[i % len(calls)]) for i in range(self.repeats)]
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.torch)
+        graphs = []
+        for one in calls:
+            if one.prepare is not None:
+                one.prepare()
+            one.call()  # compiles, and allocates what a library keeps
+            torch.cuda.synchronize()
+            if one.prepare is not None:
+                one.prepare()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                one.call()
+            graphs.append(graph)
         times = []
         for i in range(self.repeats):
-            call = calls[i % len(calls)]
-            if self.is_gpu:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize()
-                start.record()
-                call()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) / 1000)
-            else:
-                begin = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - begin)
+            prepare = calls[i % len(calls)].prepare
+            if prepare is not None:
+                prepare()
+            flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs[i % len(calls)].replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1000)
         return times
 
+    @staticmethod
+    def by_clock(one: Call) -> float:
+        if one.prepare is not None:
+            one.prepare()
+        begin = time.perf_counter()
+        one.call()
+        return time.perf_counter() - begin
+
     def measure(self, kernel: str, size: Size, num_bytes: int, contenders: Contenders) -> None:
+        """Time ours and what it is compared with; where one of the others fails, its error is the record."""
         row: dict[str, Any] = {
             "kernel": kernel,
             "size": vars(size),
             "bytes": num_bytes,
             "floor_us": 1e6 * num_bytes / self.bytes_per_second,
             "us": {},
+            "failed": {},
         }
         for name, calls in contenders.items():
-            times = [1e6 * t for t in self.seconds(calls)]
+            try:
+                times = [1e6 * t for t in self.seconds([c if isinstance(c, Call) else Call(c) for c in calls])]
+            except Exception as error:
+                if name == OURS:
+                    raise
+                row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+                continue
             row["us"][name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
         self.results.append(row)
         medians = "  ".join(f"{name} {t['median']:.1f}" for name, t in row["us"].items())
-        print(f"{kernel:11s} {size}  floor {row['floor_us']:.1f} us: {medians}", flush=True)
-
-
-def copies(make: Callable[[], Any], num_bytes: int) -> list[Any]:
-    return [make() for _ in range(max(2, min(16, -(-ROTATION_BYTES // max(num_bytes, 1)))))]
+        failed = "".join(f"  {name} failed" for name in row["failed"])
+        self.write()
+        print(f"{kernel:11s} {size}  floor {row['floor_us']:.1f} us: {medians}{failed}", flush=True)
 
 
 def some_tree(rng: random.Random, nodes: int) -> DraftTree:
@@ -168,7 +225,7 @@ def acceptance(device: Device, size: Size, vocab: int) -> None:
         return logits.to(torch.bfloat16)
 
     num_bytes = size.batch * rows * vocab * 2
-    inputs = copies(make, num_bytes)
+    inputs = [make() for _ in range(NUM_INPUTS)]
     result = kernels.margin_acceptance(inputs[0], **arguments)
     walks = accept_rows(
         inputs[0].float().cpu(),
@@ -180,6 +237,7 @@ def acceptance(device: Device, size: Size, vocab: int) -> None:
     for emitted, path, walk in zip(result.emitted.tolist(), result.path.tolist(), walks, strict=True):
         assert walk is not None
         check("acceptance", [t for t in emitted if t >= 0] == walk.emitted and [n for n in path if n >= 0] == walk.path)
+    check_sampling(inputs[0][: 2 * rows].float(), trees[:2], arguments)
 
     parent_rows = torch.arange(size.batch, device=where).repeat_interleave(rows) * rows + 1 + arguments["parents"]
 
@@ -188,10 +246,32 @@ def acceptance(device: Device, size: Size, vocab: int) -> None:
         return logits[parent_rows, arguments["tokens"].clamp(min=0)] - best.values[parent_rows]
 
     contenders: Contenders = {
-        "ours": [partial(kernels.margin_acceptance, x, **arguments) for x in inputs],
+        OURS: [partial(kernels.margin_acceptance, x, **arguments) for x in inputs],
         "torch max + gather (no walk)": [partial(by_torch, x) for x in inputs],
     }
     device.measure("acceptance", size, num_bytes, contenders)
+
+
+def check_sampling(logits: torch.Tensor, trees: list[DraftTree], arguments: dict[str, Any]) -> None:
+    """Roots of one or two requests, sampled: the noise on the device is the twin's, up to rounding."""
+    where, rows, vocab = logits.device, 1 + len(trees[0]), logits.shape[1]
+    samplings = [RowSampling(1.0, 11 + r, 40 + r) for r in range(len(logits) // rows)]
+    own = {name: value[: len(samplings)] for name, value in arguments.items() if name in PER_REQUEST}
+    result = kernels.margin_acceptance(
+        logits,
+        arguments["row_starts"][: len(samplings) + 1],
+        arguments["tokens"][: len(logits)],
+        arguments["parents"][: len(logits)],
+        torch.zeros(len(samplings), device=where),
+        max_nodes=arguments["max_nodes"],
+        **own,
+        temperatures=torch.ones(len(samplings), device=where),
+        seeds=torch.tensor([s.seed for s in samplings], device=where),
+        positions=torch.tensor([s.root_position for s in samplings for _ in range(rows)], device=where),
+    )
+    for r, sampling in enumerate(samplings):
+        noised = logits[r * rows].double().cpu() + gumbel_noise(sampling.seed, sampling.root_position, vocab)
+        check("sampled acceptance", bool(noised[int(result.emitted[r, 0])] > noised.max() - 1e-3))
 
 
 # ---- attention ----
@@ -215,7 +295,10 @@ def attention(device: Device, size: Size) -> None:
     trees = [some_tree(rng, size.nodes) for _ in range(size.batch)]
     blocks_each = -(-size.context // PAGE)
     num_blocks = size.batch * blocks_each
-    table = torch.randperm(num_blocks, device=where).reshape(size.batch, blocks_each).to(torch.int32)
+    run = FLASH_PAGE // PAGE if blocks_each % (FLASH_PAGE // PAGE) == 0 else 1
+    runs = torch.randperm(num_blocks // run, device=where)
+    # Runs of pages that lie together, so that FlashAttention, which takes no small pages, can read the same cache.
+    table = (runs[:, None] * run + torch.arange(run, device=where)).reshape(size.batch, blocks_each).to(torch.int32)
     tree_masks = torch.stack([t.ancestor_mask() for t in trees]).to(where)
     seen = torch.cat((torch.zeros_like(tree_masks[:, :1]), tree_masks), dim=1)
     weights = (1 << torch.arange(size.nodes, device=where)).to(torch.int64)
@@ -251,32 +334,52 @@ def attention(device: Device, size: Size) -> None:
         result: torch.Tensor = kernels.tree_attention(x.query, *x.cache, *x.node, **arguments)
         return result
 
-    inputs = copies(make, 2 * num_bytes)[: 2 if size.batch * size.context > 1 << 19 else 16]
-    x = inputs[0]
-    result = ours(x)
-    last = size.batch - 1
-    slots = torch.arange(size.context, device=where)
-    blocks = table[last, slots // PAGE].long()
-    expected = attention_twin.tree_attention(
-        x.query[last * rows :].double(),
-        x.cache[0][blocks, slots % PAGE].double(),
-        x.cache[1][blocks, slots % PAGE].double(),
-        x.node[0][last * size.nodes :].double(),
-        x.node[1][last * size.nodes :].double(),
-        seen[last],
-        HEAD_SIZE**-0.5,
-    )
-    error = (result[last * rows :].double() - expected).abs().max().item()
-    check(f"attention (largest error {error:.4f})", error < 1e-2)
-    contenders: Contenders = {"ours": [partial(ours, x) for x in inputs]}
+    inputs = [make() for _ in range(NUM_INPUTS)]
+    check_attention(inputs[0], size, arguments, seen)
+    contenders: Contenders = {OURS: [partial(ours, x) for x in inputs]}
     mask = torch.cat((torch.ones((size.batch, rows, size.context), dtype=torch.bool, device=where), seen), dim=-1)
     for name, call in dense_contenders(mask, size, rows):
         if with_dense:
             contenders[name] = [partial(call, x) for x in inputs]
-    flash = paged_flash(table, size, rows)
-    if flash is not None and device.is_gpu:
+    flash = paged_flash(runs.reshape(size.batch, -1).to(torch.int32), size, rows)
+    if flash is not None and device.is_gpu and run > 1:
         contenders["FlashAttention chain, paged"] = [partial(flash, x) for x in inputs]
     device.measure("attention", size, num_bytes, contenders)
+
+
+def check_attention(x: AttentionInput, size: Size, arguments: dict[str, Any], seen: torch.Tensor) -> None:
+    """First and last request, on keys that make the nodes and the context's end count; a wrong mask must show."""
+    rows, table = 1 + size.nodes, arguments["block_tables"]
+    slots = torch.arange(size.context, device=table.device)
+    loud_slots = slots[-min(64, size.context) :]
+    cache, node = x.cache.clone(), x.node.clone()
+    for request in (0, size.batch - 1):
+        cache[0][table[request, loud_slots // PAGE].long(), loud_slots % PAGE] *= 4
+    node[0] *= 4
+
+    def error(masks: torch.Tensor) -> float:
+        result = kernels.tree_attention(x.query, *cache, *node, **{**arguments, "masks": masks})
+        worst = 0.0
+        for request in {0, size.batch - 1}:
+            blocks = table[request, slots // PAGE].long()
+            own = slice(request * rows, (request + 1) * rows)
+            own_nodes = slice(request * size.nodes, (request + 1) * size.nodes)
+            expected = attention_twin.tree_attention(
+                x.query[own].double(),
+                cache[0][blocks, slots % PAGE].double(),
+                cache[1][blocks, slots % PAGE].double(),
+                node[0][own_nodes].double(),
+                node[1][own_nodes].double(),
+                seen[request],
+                HEAD_SIZE**-0.5,
+            )
+            difference = (result[own].double() - expected).abs().max() / expected.abs().max()
+            worst = max(worst, difference.item())
+        return worst
+
+    right, wrong = error(arguments["masks"]), error(torch.full_like(arguments["masks"], (1 << size.nodes) - 1))
+    check(f"attention (relative error {right:.4f})", right < ATTENTION_TOLERANCE)
+    check(f"attention's control, all nodes visible (relative error {wrong:.4f})", wrong > 2 * ATTENTION_TOLERANCE)
 
 
 def dense_contenders(
@@ -301,8 +404,7 @@ def dense_contenders(
 
     def chain(x: AttentionInput) -> torch.Tensor:
         assert x.dense is not None
-        key, value = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in x.dense)
-        return sdpa(query(x), key, value, attn_mask=bias)
+        return sdpa(query(x), *x.dense, attn_mask=bias, enable_gqa=True)
 
     yield "SDPA, causal chain, gathered", chain
     try:
@@ -312,7 +414,7 @@ def dense_contenders(
     group = HEADS // KV_HEADS
     padded = -(-mask.shape[-1] // 8) * 8  # xformers wants aligned rows
     room = torch.zeros((size.batch, 1, 1, rows, padded), dtype=torch.bfloat16, device=mask.device)
-    dense_bias = room[..., : mask.shape[-1]].masked_fill(~mask[:, None, None], -math.inf)
+    dense_bias = room[..., : mask.shape[-1]].masked_fill_(~mask[:, None, None], -math.inf)
     dense_bias = dense_bias.expand(size.batch, KV_HEADS, group, rows, mask.shape[-1])
 
     def by_xformers(x: AttentionInput) -> Any:
@@ -325,7 +427,11 @@ def dense_contenders(
 
 
 def paged_flash(table: torch.Tensor, size: Size, rows: int) -> Callable[[AttentionInput], Any] | None:
-    """FlashAttention's decode over the same pages, the rows as a causal chain; None where it is not installed."""
+    """FlashAttention's decode over the same cache, the rows as a causal chain; None where it is not installed.
+
+    Args:
+        table: ``[batch, runs]`` of ``FLASH_PAGE`` tokens.
+    """
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError:
@@ -334,7 +440,8 @@ def paged_flash(table: torch.Tensor, size: Size, rows: int) -> Callable[[Attenti
 
     def call(x: AttentionInput) -> Any:
         q = x.query.reshape(size.batch, rows, HEADS, HEAD_SIZE)
-        return flash_attn_with_kvcache(q, *x.cache, cache_seqlens=lengths, block_table=table, causal=True)
+        cache = x.cache.view(2, -1, FLASH_PAGE, KV_HEADS, HEAD_SIZE)
+        return flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths, block_table=table, causal=True)
 
     return call
 
@@ -360,7 +467,7 @@ def commit(device: Device, size: Size, layers: int) -> None:
         return kernels.LayerCaches([torch.randn(shape, device=where).to(torch.bfloat16) for _ in range(2 * layers)])
 
     num_bytes = 2 * 2 * layers * 2 * size.batch * len(path) * KV_HEADS * HEAD_SIZE
-    inputs = copies(make, 2 * layers * num_blocks * PAGE * KV_HEADS * HEAD_SIZE * 2)
+    inputs = [make() for _ in range(NUM_INPUTS)]
     expected = [cache.clone() for cache in inputs[0].caches]
     for r in range(size.batch):
         for cache in expected:
@@ -377,7 +484,7 @@ def commit(device: Device, size: Size, layers: int) -> None:
             flat[target] = flat[source]
 
     contenders: Contenders = {
-        "ours": [partial(kernels.kv_commit, x, *arguments) for x in inputs],
+        OURS: [partial(kernels.kv_commit, x, *arguments) for x in inputs],
         "torch index copies": [partial(by_torch, x) for x in inputs],
     }
     device.measure("commit", size, num_bytes, contenders)
@@ -397,8 +504,9 @@ def growth(device: Device, size: Size, vocab: int) -> None:
     roots = torch.randn((size.batch, vocab), device=where)
     kernels.grow_level(state, roots, 0, **limits)
     reference = roots.double().log_softmax(-1).topk(width)
-    kept = min(width, size.nodes)
-    check("growth", torch.equal(state.tokens[:, :kept], reference.indices[:, :kept]))
+    first = min(width, size.nodes)
+    check("growth", torch.equal(state.tokens[:, :first], reference.indices[:, :first]))
+    check("growth's scores", torch.allclose(state.scores[:, :first].double(), reference.values[:, :first], atol=1e-3))
     num_bytes = size.batch * width * vocab * 2
 
     def make() -> torch.Tensor:
@@ -407,16 +515,18 @@ def growth(device: Device, size: Size, vocab: int) -> None:
     def by_torch(x: torch.Tensor) -> Any:
         return x.float().log_softmax(-1).topk(width)
 
-    inputs = copies(make, num_bytes)
-    fields = {name: tensor.clone() for name, tensor in vars(state).items()}
+    inputs = [make() for _ in range(NUM_INPUTS)]
+    kept = {name: tensor.clone() for name, tensor in vars(state).items()}
+
+    def restore() -> None:
+        for name, tensor in vars(state).items():
+            tensor.copy_(kept[name])
 
     def ours(x: torch.Tensor) -> None:
-        for name, tensor in vars(state).items():  # the same level again; a few small copies are part of the time
-            tensor.copy_(fields[name])
         kernels.grow_level(state, x, level, **limits)
 
     contenders: Contenders = {
-        "ours": [partial(ours, x) for x in inputs],
+        OURS: [Call(partial(ours, x), restore) for x in inputs],
         "torch log_softmax + topk (no merge)": [partial(by_torch, x) for x in inputs],
     }
     device.measure("growth", size, num_bytes, contenders)
@@ -426,7 +536,7 @@ def copy_bandwidth(device: Device, num_bytes: int) -> float:
     """Bytes per second that a plain copy reads and writes."""
     source = torch.empty(num_bytes, dtype=torch.int8, device=device.torch)
     target = torch.empty_like(source)
-    return 2 * num_bytes / statistics.median(device.seconds([lambda: target.copy_(source)]))
+    return 2 * num_bytes / statistics.median(device.seconds([Call(lambda: target.copy_(source))]))
 
 
 def main() -> None:
@@ -438,6 +548,8 @@ def main() -> None:
         raise SystemExit("No GPU here. --tiny with TRITON_INTERPRET=1 runs this script on the CPU.")
     torch.manual_seed(0)
     device = Device(torch.device("cpu" if options.tiny else "cuda"), 2 if options.tiny else 50)
+    options.out.mkdir(parents=True, exist_ok=True)
+    device.path = options.out / ("gpu-check-tiny.json" if options.tiny else "gpu-check.json")
     device.bytes_per_second = copy_bandwidth(device, 1 << 20 if options.tiny else 1 << 30)
     print(f"copy: {device.bytes_per_second / 1e12:.2f} TB/s")
     if options.tiny:
@@ -454,17 +566,7 @@ def main() -> None:
         attention(device, size)
         commit(device, size, layers)
         growth(device, size, draft_vocab)
-    content = {
-        "command": " ".join(["bench/gpu_check.py", *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "device": "cpu, interpreted" if options.tiny else torch.cuda.get_device_name(),
-        "copy_bytes_per_second": device.bytes_per_second,
-        "results": device.results,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / ("gpu-check-tiny.json" if options.tiny else "gpu-check.json")
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"all results right; wrote {path.name}")
+    print(f"all results right; wrote {device.path.name}")
 
 
 if __name__ == "__main__":

@@ -255,6 +255,21 @@ CASES: dict[str, tuple[Callable[..., None], list[dict[str, Any]]]] = {
 }
 """By wrapper: how to call it, and with what; the first of each is the default configuration."""
 
+USUAL = dict(dtype=torch.bfloat16, head_size=128, page=16, window=None, softcap=None, layout="NHD")
+CASES["attention"][1].extend(
+    [
+        # bench/gpu_check.py's sizes, and full tiles of narrow heads
+        {**USUAL, "heads": (32, 8), "max_nodes": 16, "max_queries": 17, "num_splits": 4},
+        {**USUAL, "heads": (32, 8), "max_nodes": 32, "max_queries": 33, "num_splits": 1},
+        {**USUAL, "heads": (32, 8), "max_nodes": 8, "max_queries": 33, "num_splits": 1, "head_size": 96},
+        {**USUAL, "heads": (32, 8), "max_nodes": 64, "max_queries": 65, "num_splits": 1, "head_size": 64},
+        # float32, for tests
+        {**USUAL, "heads": (4, 2), "max_nodes": 8, "max_queries": 9, "num_splits": 2, "dtype": torch.float32},
+        {**USUAL, "heads": (4, 2), "max_nodes": 64, "max_queries": 65, "num_splits": 1, "dtype": torch.float32}
+        | {"head_size": 256},
+    ]
+)
+
 
 def label(index: int, options: dict[str, Any]) -> str:
     if index == 0:
@@ -321,6 +336,8 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
+    if not isinstance(kernels.tree_attention.__globals__["_attention_kernel"], triton.JITFunction):
+        raise SystemExit("Kernels are interpreted here: unset TRITON_INTERPRET to build them.")
     builds = [(launch, target) for target in options.targets for launch in launches(target)]
     for launch, target in builds:
         built = launch.build(TARGETS[target])

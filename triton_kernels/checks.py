@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,10 +10,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless the condition holds."""
+def require(condition: bool, message: str | Callable[[], str]) -> None:
+    """Raise ValueError(message) unless the condition holds; a message that costs something is made when needed."""
     if not condition:
-        raise ValueError(message)
+        raise ValueError(message if isinstance(message, str) else message())
 
 
 def check_tensor(
@@ -36,12 +36,15 @@ def check_tensor(
     """
     require(
         value.dim() == len(shape) and all(s is None or s == v for s, v in zip(shape, value.shape, strict=True)),
-        f"{name} must have shape [{', '.join('any' if s is None else str(s) for s in shape)}], is {list(value.shape)}",
+        lambda: (
+            f"{name} must have shape [{', '.join('any' if s is None else str(s) for s in shape)}], "
+            f"is {list(value.shape)}"
+        ),
     )
-    require(value.dtype in dtypes, f"{name} must be one of {', '.join(map(str, dtypes))}, is {value.dtype}")
-    require(value.device == device, f"{name} must be on {device}, is on {value.device}")
+    require(value.dtype in dtypes, lambda: f"{name} must be one of {', '.join(map(str, dtypes))}, is {value.dtype}")
+    require(value.device == device, lambda: f"{name} must be on {device}, is on {value.device}")
     if contiguous:
-        require(value.is_contiguous(), f"{name} must be contiguous")
+        require(value.is_contiguous(), lambda: f"{name} must be contiguous")
     else:
         last = value.dim() == 0 or value.shape[-1] <= 1 or value.stride(-1) == 1
-        require(last, f"the last dimension of {name} must be contiguous")
+        require(last, lambda: f"the last dimension of {name} must be contiguous")

@@ -10,10 +10,8 @@ import triton.language as tl
 
 from .checks import INTS, check_tensor, require
 
-MAX_COLUMNS = 128
-"""Elements of a token's keys or values that one program moves at most."""
-MAX_TILE = 2048
-"""Elements one program holds in registers: the whole path's."""
+COLUMNS = 128
+"""Elements of a token's keys or values that one program moves."""
 MAX_NODES = 64
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -40,6 +38,7 @@ class LayerCaches:
         require(first.element_size() in WORDS, f"caches of {first.element_size()} bytes an element")
         self.caches = list(caches)
         self.layout = first
+        self.aligned = all(c.data_ptr() % 16 == 0 for c in caches)
         self.addresses = torch.tensor([c.data_ptr() for c in caches], dtype=torch.int64, device=first.device)
 
 
@@ -55,15 +54,17 @@ def _commit_kernel(
     path,
     path_stride,
     num_accepted,
-    page,
+    max_nodes,
     kv_heads,
     HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
     NODES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """One request, one cache, some columns: read the whole path's, then write it."""
     request = tl.program_id(0)
-    count = tl.load(num_accepted + request)
+    count = tl.minimum(tl.load(num_accepted + request), max_nodes)
     if count <= 0:
         return
     step = tl.arange(0, NODES)
@@ -80,8 +81,10 @@ def _commit_kernel(
     in_token = column < kv_heads * HEAD_SIZE
     offset = (column // HEAD_SIZE) * head_stride + column % HEAD_SIZE
     cache = tl.load(addresses + tl.program_id(1)).to(like.dtype)
-    source_at = (source // page) * block_stride + (source % page) * slot_stride
-    target_at = (target // page) * block_stride + (target % page) * slot_stride
+    if ALIGNED:
+        cache = tl.multiple_of(cache, 16)
+    source_at = (source // PAGE) * block_stride + (source % PAGE) * slot_stride
+    target_at = (target // PAGE) * block_stride + (target % PAGE) * slot_stride
     mask = moves[:, None] & in_token[None, :]
     values = tl.load(cache + source_at[:, None] + offset[None, :], mask=mask)
     tl.debug_barrier()  # a target may be another node's source
@@ -124,9 +127,7 @@ def kv_commit(
     if num_requests == 0:
         return
     _, page, kv_heads, head_size = layout.shape
-    steps = triton.next_power_of_2(max_nodes)
-    columns = min(MAX_COLUMNS, MAX_TILE // steps)
-    _commit_kernel[(num_requests, len(caches.caches), triton.cdiv(kv_heads * head_size, columns))](
+    _commit_kernel[(num_requests, len(caches.caches), triton.cdiv(kv_heads * head_size, COLUMNS))](
         layout.view(WORDS[layout.element_size()]),
         caches.addresses,
         *layout.stride()[:3],
@@ -135,10 +136,12 @@ def kv_commit(
         path,
         path.stride(0),
         num_accepted,
-        page,
+        max_nodes,
         kv_heads,
         HEAD_SIZE=head_size,
-        NODES=steps,
-        COLUMNS=columns,
+        PAGE=page,
+        NODES=triton.next_power_of_2(max_nodes),
+        COLUMNS=COLUMNS,
+        ALIGNED=caches.aligned,
         num_warps=4,
     )

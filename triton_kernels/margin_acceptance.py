@@ -124,7 +124,7 @@ def _walk_kernel(
     root_row = tl.load(row_starts + request)
     num_nodes = tl.load(row_starts + request + 1) - root_row - 1
     lane = tl.arange(0, NODES)
-    is_node = lane < num_nodes
+    is_node = lane < tl.minimum(num_nodes, max_nodes)
     token = tl.load(tokens + root_row + 1 + lane, mask=is_node, other=-1).to(tl.int32)
     parent = tl.load(parents + root_row + 1 + lane, mask=is_node, other=-2).to(tl.int32)
 
@@ -150,8 +150,7 @@ def _walk_kernel(
         node_value = tl.load(choice_value + at_node, mask=seen, other=float("-inf"))
         _, node_choice = _best(node_value, node_token, 1)
     if GIVEN:
-        # A request without rows may start past the last row.
-        root_choice = tl.load(given_choices + tl.minimum(root_row, num_rows - 1)).to(tl.int32)
+        root_choice = tl.load(given_choices + root_row, mask=num_nodes >= 0, other=-1).to(tl.int32)
         node_choice = tl.load(given_choices + root_row + 1 + lane, mask=is_node, other=-1).to(tl.int32)
 
     # Log ratio of every node's token at its parent's row.
@@ -168,7 +167,8 @@ def _walk_kernel(
     limit = tl.load(max_promotions + request)
     listed = tl.arange(0, PROTECTED)
     stops = tl.load(protected + request * num_protected + listed, mask=listed < num_protected, other=-1).to(tl.int32)
-    may_pass = (ratio >= log_kappa) & (tl.sum((token[:, None] == stops[None, :]).to(tl.int32), axis=1) == 0)
+    may_pass = (ratio >= log_kappa) & (ratio > float("-inf"))  # a masked token never passes, whatever kappa
+    may_pass = may_pass & (tl.sum((token[:, None] == stops[None, :]).to(tl.int32), axis=1) == 0)
 
     node = tl.full((), -1, tl.int32)
     count = tl.full((), 0, tl.int32)
@@ -245,7 +245,7 @@ def margin_acceptance(
         tokens: ``[num_rows]`` int32/int64 token of each row's node (roots' entries are not read); negative: no match.
         parents: ``[num_rows]`` int32 parent node of each row's node, -1 for children of the root.
         log_kappas: ``[num_requests]`` float32 ``log kappa``; 0 switches the margin rule off.
-        max_nodes: most nodes of any request, 1 to 64.
+        max_nodes: most nodes of any request, 1 to 64; a request's nodes past that are left out.
         max_promotions: ``[num_requests]`` int32 per step; negative for no limit.
         protected: ``[num_requests, any]`` int32/int64 tokens never promoted to or away from, padded with -1.
         temperatures: ``[num_requests]`` float32; None where all are 0. Only its sign is used.

@@ -185,7 +185,12 @@ def _attention_kernel(
         top, total, sums = _update(tl.where(seen, score, float("-inf")), v, top, total, sums, UPCAST)
 
     result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
-    out_at = split * out_split_stride + row[:, None] * out_row_stride + head[:, None] * out_head_stride + d[None, :]
+    out_at = (
+        split.to(tl.int64) * out_split_stride
+        + row[:, None] * out_row_stride
+        + head[:, None] * out_head_stride
+        + d[None, :]
+    )
     tl.store(out + out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & in_head[None, :])
     if SPLITS:
         log_sum = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
@@ -234,9 +239,11 @@ INTERPRETED = not isinstance(_attention_kernel, triton.JITFunction)
 """Triton's interpreter keeps bfloat16 as integers and multiplies them as such, so there operands are converted."""
 
 
-def launch_shape(max_queries: int, group: int, head_size: int) -> dict[str, int]:
+def launch_shape(max_queries: int, group: int, head_size: int, element_size: int) -> dict[str, int]:
     """Tile sizes and warps of the attention kernel: no spills in usual sizes, and within the chip's shared memory."""
     block_d = triton.next_power_of_2(head_size)
+    if element_size == 4:  # no tensor cores at full precision: small tiles keep the sums in registers
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": block_d, "num_warps": 4, "num_stages": 1}
     large = block_d > 128
     block_m = min(max(triton.next_power_of_2(max_queries * group), 16), 64 if large else 128)
     small_memory = torch.version.hip is not None  # 64 KiB on gfx942, more than twice that on NVIDIA's from sm_80 on
@@ -289,7 +296,8 @@ def tree_attention(
     ``2 * context * kv_heads * head_size`` elements per request; parts are merged by log-sum-exp.
 
     Args:
-        query: ``[num_rows, heads, head_size]`` float32, bfloat16 or float16; rows of a request are consecutive.
+        query: ``[num_rows, heads, head_size]`` bfloat16 or float16, or float32 (exact, without tensor cores: for
+            tests); rows of a request are consecutive.
         key_cache, value_cache: ``[num_blocks, block_size, kv_heads, head_size]`` views with any strides but the last:
             both of vLLM's FlashAttention layouts are such views. Block sizes are powers of two, 16 to 128.
         node_key, node_value: ``[num_node_rows, kv_heads, head_size]`` of the nodes themselves.
@@ -349,7 +357,7 @@ def tree_attention(
         return out
 
     group = num_heads // kv_heads
-    tiles = launch_shape(max_queries, group, head_size)
+    tiles = launch_shape(max_queries, group, head_size, query.element_size())
     num_tiles = triton.cdiv(max_queries * group, tiles["BLOCK_M"])
     if num_splits is None:
         num_splits = splits_for(num_requests * kv_heads * num_tiles, max_context)
@@ -387,7 +395,7 @@ def tree_attention(
         num_splits,
         GROUP=group,
         HEAD_SIZE=head_size,
-        NODES=max(triton.next_power_of_2(max_nodes), 16),
+        NODES=max(triton.next_power_of_2(max_nodes), 32),  # the context's tiles are no narrower, so memory is shared
         PAGE=page,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,

@@ -22,6 +22,22 @@ NOT_A_TOKEN = tl.constexpr(2**31 - 1)
 UNRANKED = tl.constexpr(2**30)
 
 
+FIELDS = {
+    "tokens": torch.int64,
+    "parents": torch.int32,
+    "scores": torch.float32,
+    "num_nodes": torch.int32,
+    "num_fed": torch.int32,
+    "frontier_size": torch.int32,
+    "frontier_nodes": torch.int32,
+    "frontier_tokens": torch.int64,
+    "frontier_rows": torch.int64,
+    "frontier_masks": torch.int64,
+}
+BY_NODE = ("tokens", "parents", "scores")
+BY_SLOT = ("frontier_nodes", "frontier_tokens", "frontier_rows", "frontier_masks")
+
+
 @dataclass(frozen=True)
 class GrowthState:
     """Trees of all requests while they grow, best node first, and the frontier to be fed to the draft next.
@@ -51,31 +67,31 @@ class GrowthState:
     frontier_rows: torch.Tensor
     frontier_masks: torch.Tensor
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where a field does not fit the others."""
+        require(self.tokens.dim() == 2 and self.frontier_nodes.dim() == 2, "tokens and frontier_nodes must be matrices")
+        num_requests, max_nodes = self.tokens.shape
+        max_width = self.frontier_nodes.shape[1]
+        require(1 <= max_nodes <= MAX_NODES, f"max_nodes must be in 1 to {MAX_NODES}, is {max_nodes}")
+        require(1 <= max_width <= MAX_WIDTH, f"max_width must be in 1 to {MAX_WIDTH}, is {max_width}")
+        for name, dtype in FIELDS.items():
+            tensor = getattr(self, name)
+            shape = (num_requests, *([max_nodes] if name in BY_NODE else [max_width] if name in BY_SLOT else []))
+            check_tensor(name, tensor, shape, (dtype,), self.tokens.device)
+
     @classmethod
     def empty(cls, num_requests: int, max_nodes: int, max_width: int, device: torch.device) -> GrowthState:
-        """Buffers for up to ``num_requests`` trees; the first ``grow_level`` fills them.
+        """Buffers for ``num_requests`` trees; the first ``grow_level`` fills them.
 
         Raises:
             ValueError: a size is out of range.
         """
-        require(1 <= max_nodes <= MAX_NODES, f"max_nodes must be in 1 to {MAX_NODES}, is {max_nodes}")
-        require(1 <= max_width <= MAX_WIDTH, f"max_width must be in 1 to {MAX_WIDTH}, is {max_width}")
 
-        def buffer(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros((num_requests, *shape), dtype=dtype, device=device)
+        def buffer(name: str) -> torch.Tensor:
+            shape = [max_nodes] if name in BY_NODE else [max_width] if name in BY_SLOT else []
+            return torch.zeros((num_requests, *shape), dtype=FIELDS[name], device=device)
 
-        return cls(
-            tokens=buffer(torch.int64, max_nodes),
-            parents=buffer(torch.int32, max_nodes),
-            scores=buffer(torch.float32, max_nodes),
-            num_nodes=buffer(torch.int32),
-            num_fed=buffer(torch.int32),
-            frontier_size=buffer(torch.int32),
-            frontier_nodes=buffer(torch.int32, max_width),
-            frontier_tokens=buffer(torch.int64, max_width),
-            frontier_rows=buffer(torch.int64, max_width),
-            frontier_masks=buffer(torch.int64, max_width),
-        )
+        return cls(**{name: buffer(name) for name in FIELDS})
 
 
 @triton.jit(do_not_specialize=["level"])
@@ -292,7 +308,8 @@ def grow_level(
 
     ``score(child) = score(parent) + log_softmax(logits)[child]``. Every frontier node offers its ``width`` likeliest
     children; the best ``nodes`` of all candidates stay, best first, a parent always before its child; the best
-    ``width`` new ones among them are the next frontier. Each logit is read once; no host synchronisation.
+    ``width`` new ones among them are the next frontier, until a request has had ``MAX_FED`` nodes fed, the bits of its
+    mask words. Each logit is read once; no host synchronisation.
 
     Args:
         state: updated in place. Level 0 overwrites whatever it holds.
@@ -315,7 +332,7 @@ def grow_level(
     check_tensor("logits", logits, (num_rows, None), FLOATS, device, contiguous=False)
     vocab = logits.shape[1]
     require(0 < vocab <= MAX_VOCAB, f"logits: draft vocabularies of 1 to {MAX_VOCAB} tokens, is {vocab}")
-    check_tensor("state.tokens", state.tokens, (num_requests, max_nodes), (torch.int64,), device)
+    require(state.tokens.device == device, f"state must be on {device}, is on {state.tokens.device}")
     for name, limit in (("depths", depths), ("widths", widths), ("nodes", nodes)):
         check_tensor(name, limit, (num_requests,), (torch.int32,), device)
     if target_ids is not None:

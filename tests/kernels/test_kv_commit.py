@@ -95,6 +95,20 @@ def test_negative_control_wrong_path() -> None:
     assert not torch.equal(caches[0], expected)
 
 
+def test_counts_past_the_path_are_cut() -> None:
+    caches = make_caches(1, torch.float32, "NHD", 1, 64)
+    expected = caches[0].clone()
+    commit_path(expected, [6, 7, 8, 9], [1, 2, 3])
+    kv_commit(
+        LayerCaches(caches),
+        on(DEVICE, [5, 6, 7, 8, 9], torch.int64),
+        on(DEVICE, [0, 5], torch.int32),
+        on(DEVICE, [[1, 2, 3]], torch.int32),
+        on(DEVICE, [9], torch.int32),
+    )
+    assert torch.equal(caches[0], expected)
+
+
 def test_caches_must_be_alike() -> None:
     cache = torch.zeros((2, 16, 1, 64))
     with pytest.raises(ValueError, match="must not be empty"):

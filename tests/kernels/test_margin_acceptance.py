@@ -85,7 +85,7 @@ def test_thousands_of_trees() -> None:
     rng = random.Random(1)
     promoted = accepted = 0
     for _ in range(10):
-        batch = random_batch(rng, num_requests=200, vocab=30, max_nodes=6)
+        batch = random_batch(rng, num_requests=200, vocab=30, max_nodes=5)
         result = run(batch)
         assert_equal(batch, result)
         promoted += sum(b.bit_count() for b in result.promoted.tolist())
@@ -161,6 +161,31 @@ def test_output_distribution() -> None:
     second = torch.bincount(emitted[emitted[:, 0] == 2, 1], minlength=vocab)
     assert chi_square(second, rows[1].softmax(0)) < CRITICAL
     assert chi_square(second, rows[2].softmax(0)) > CRITICAL  # negative control: another node's row
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_requests_without_rows(given: bool) -> None:
+    """All of them, so that there is no row at all."""
+    rules, samplings = [MarginRule()] * 2, [RowSampling()] * 2
+    batch = Batch(torch.zeros((0, 10)), [0, 0, 0], [DraftTree((), ())] * 2, rules, samplings, 4)
+    changes = {"choices": torch.zeros(0, dtype=torch.int64, device=DEVICE)} if given else {}
+    assert_equal(batch, run(batch, **changes))
+
+
+def test_impossible_tokens_never_pass() -> None:
+    """Not even with a threshold that everything passes."""
+    logits = torch.tensor([[1.0, -math.inf, 0.5], [0.0, 0.0, 0.0], [math.nan, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    trees = [DraftTree((1,), (-1,)), DraftTree((1,), (-1,))]
+    batch = Batch(logits, [0, 2, 4], trees, [MarginRule()] * 2, [RowSampling()] * 2, 1)
+    everything = torch.full((2,), -math.inf, device=DEVICE)
+    assert run(batch, log_kappas=everything).num_emitted.tolist() == [1, 1]
+
+
+def test_nodes_past_the_limit_are_left_out() -> None:
+    batch = random_batch(random.Random(7), num_requests=6, vocab=30, max_nodes=8)
+    limited = run(batch, max_nodes=3)
+    assert int(limited.num_emitted.max()) <= 4
+    assert limited.path.shape == (6, 3)
 
 
 def test_no_requests() -> None:

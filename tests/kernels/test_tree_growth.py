@@ -174,6 +174,22 @@ def test_largest_tree() -> None:
     assert len(twins[0].growth.tree()) == 64
 
 
+def test_no_more_nodes_are_fed_than_a_mask_has_bits() -> None:
+    """Width 16 from level 1 on: the fourth frontier is the last, and the tree grows no deeper than its children."""
+    state = poisoned_state(1, 64, 16)
+    limits = {n: on(DEVICE, [v], torch.int32) for n, v in (("depths", 8), ("widths", 16), ("nodes", 64))}
+    generator = torch.Generator().manual_seed(0)
+    for level in range(8):
+        logits = torch.randn((1 if level == 0 else 16, 200), generator=generator) * 3
+        grow_level(state, logits.to(DEVICE), level, **limits)
+        assert int(state.num_fed[0]) <= 64
+        size = int(state.frontier_size[0])
+        assert len({int(m) for m in state.frontier_masks[0, :size]}) == size
+    assert int(state.num_fed[0]) == 64
+    assert int(state.frontier_size[0]) == 0
+    assert int(state.num_nodes[0]) == 64
+
+
 def test_impossible_logits_are_never_preferred() -> None:
     """-inf and NaN in a draft's logits: masked tokens come last, a NaN row's children are impossible."""
     logits = torch.tensor([[0.0, float("-inf"), 2.0, 1.0], [0.0, float("nan"), 2.0, 1.0]], device=DEVICE)
