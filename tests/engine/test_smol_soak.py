@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 VOCAB = 49152
 LONGEST = 11
 WARM_UP = 96 << 20
-"""The process still grows after 250 requests, slower and slower and with plain vLLM alike (some 10 MiB in 100 requests):
+"""The process still grows after 250 requests, slower and slower, with plain vLLM alike (some 10 MiB in 100 requests):
 oneDNN keeps something for every number of rows it meets."""
 
 
