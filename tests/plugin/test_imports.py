@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,32 @@ def test_core_imports_torch_and_the_standard_library_only(path: Path) -> None:
 def test_import_inside_a_function_would_show() -> None:
     assert imported_modules("def f():\n    from vllm.config import VllmConfig\n") == {"vllm"}
     assert imported_modules("from ..plugin import register") == {"vllm_adaptivespec, outside core"}
+
+
+REPOSITORY = PACKAGE.parent
+
+
+def run_in(folder: Path, code: str, *path: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_our_kernels_do_not_take_openais_name(tmp_path: Path) -> None:
+    """Installed, there is no top-level package of ours called triton_kernels."""
+    code = "import importlib.util as u; s = u.find_spec('triton_kernels'); print(s and s.origin)"
+    assert not run_in(tmp_path, code).startswith(str(REPOSITORY))
+
+
+def test_openais_kernels_are_found_in_our_repository_too(tmp_path: Path) -> None:
+    """With the repository's root first on the path, as where Python was started in it."""
+    theirs = tmp_path / "triton_kernels"
+    theirs.mkdir()
+    (theirs / "__init__.py").write_text("")
+    (theirs / "matmul.py").write_text("PrecisionConfig = 'theirs'\n")
+    code = "import triton_kernels; from triton_kernels.matmul import PrecisionConfig; print(triton_kernels.__file__)"
+    assert run_in(tmp_path, code, REPOSITORY, tmp_path) == str(theirs / "__init__.py")
+    nothing_of_ours = "import triton_kernels; print(hasattr(triton_kernels, 'margin_acceptance'))"
+    assert run_in(tmp_path / "..", nothing_of_ours, REPOSITORY) == "False"
