@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Every kernel on the GPU at hand: right against its twin, and how fast against its floor and what a user has today.
 
-Needs torch and triton; flash-attn and xformers are compared with where they are installed. Takes under three minutes
-and writes bench/results/gpu-check.json after every line. It checks greedy and sampled acceptance, masked attention,
-commits and a growth level at real sizes; `pytest tests/kernels` on the same machine checks everything at small ones.
+Needs torch and triton; flash-attn and xformers are compared with where they are installed. It is meant to take under
+three minutes and writes bench/results/gpu-check.json after every line. It checks greedy and sampled acceptance, masked
+attention, commits and a growth level at real sizes; `pytest tests/kernels` there checks everything at small ones.
 `--tiny` is for the CPU and the interpreter (TRITON_INTERPRET=1): it proves this script, not the speed.
 """
 
@@ -65,8 +65,6 @@ FLASH_PAGE = 256
 PER_REQUEST = ("max_promotions", "protected")
 ATTENTION_TOLERANCE = 0.02
 """Largest error of bfloat16 attention, relative to the largest output."""
-
-
 OURS = "ours"
 
 
@@ -84,7 +82,7 @@ class Call:
     """One call to be timed; ``prepare`` is run before it and not timed."""
 
     call: Callable[[], Any]
-    prepare: Callable[[], Any] | None = None
+    prepare: Callable[[], Any] = lambda: None
 
 
 Contenders = dict[str, Sequence[Call | Callable[[], Any]]]
@@ -126,21 +124,17 @@ class Device:
         flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.torch)
         graphs = []
         for one in calls:
-            if one.prepare is not None:
-                one.prepare()
+            one.prepare()
             one.call()  # compiles, and allocates what a library keeps
             torch.cuda.synchronize()
-            if one.prepare is not None:
-                one.prepare()
+            one.prepare()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 one.call()
             graphs.append(graph)
         times = []
         for i in range(self.repeats):
-            prepare = calls[i % len(calls)].prepare
-            if prepare is not None:
-                prepare()
+            calls[i % len(calls)].prepare()
             flush.zero_()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -152,8 +146,7 @@ class Device:
 
     @staticmethod
     def by_clock(one: Call) -> float:
-        if one.prepare is not None:
-            one.prepare()
+        one.prepare()
         begin = time.perf_counter()
         one.call()
         return time.perf_counter() - begin

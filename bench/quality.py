@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_adaptivespec.cli.models import demo_head, demo_target
-from vllm_adaptivespec.cli.prompts import SOURCES, load_prompts
-from vllm_adaptivespec.cli.record import git_revision, machine, portable, versions
+from inprocess import header, prompt_ids, runner_of, start
 
 SETTINGS: tuple[tuple[float, int | None], ...] = (
     (1.0, None),
@@ -52,29 +48,6 @@ def interval(values: list[float], seed: int = 0) -> tuple[float, float]:
     return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
 
 
-def start(options: argparse.Namespace) -> Any:
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
-    os.environ.update(VLLM_NO_USAGE_STATS="1")
-    from vllm import LLM
-
-    return LLM(
-        model=str(demo_target()),
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=options.batch,
-        max_num_batched_tokens=1024,
-        kv_cache_memory_bytes=1 << 30,
-        enforce_eager=True,
-        distributed_executor_backend="uni",
-        speculative_config={
-            "method": "adaptivespec",
-            "model": str(demo_head()),
-            "num_speculative_tokens": 8,
-            "margin_threshold_floor": min(kappa for kappa, _ in SETTINGS),
-        },
-    )
-
-
 def target_log_probs(llm: Any, prompt: list[int], output: list[int]) -> list[float]:
     """Log-probability of every output token under the target, given what comes before it."""
     from vllm import SamplingParams
@@ -86,21 +59,18 @@ def target_log_probs(llm: Any, prompt: list[int], output: list[int]) -> list[flo
 
 def main() -> None:
     options = arguments()
-    llm = start(options)
+    llm = start(
+        dtype="float32",
+        batch=options.batch,
+        eager=True,
+        num_speculative_tokens=8,
+        margin_threshold_floor=min(kappa for kappa, _ in SETTINGS),
+    )
     from vllm import SamplingParams
 
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     config = runner.adaptivespec
-    tokenizer = llm.get_tokenizer()
-    prompts = [
-        list(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": p.text}], add_generation_prompt=True, return_dict=False
-            )
-        )
-        for source in SOURCES
-        for p in load_prompts(source, options.prompts)
-    ]
+    prompts = prompt_ids(llm, options.prompts)
     rows: list[dict[str, Any]] = []
     lossless: list[list[int]] = []
     for kappa, promotions in SETTINGS:
@@ -138,11 +108,7 @@ def main() -> None:
         )
     options.out.mkdir(parents=True, exist_ok=True)
     content = {
-        "command": portable(["bench/quality.py", *sys.argv[1:]]),
-        "git": git_revision(),
-        "versions": versions(),
-        "machine": machine(),
-        "options": {k: v for k, v in vars(options).items() if k != "out"},
+        **header("quality.py", options),
         "num_prompts": len(prompts),
         "rows": rows,
     }

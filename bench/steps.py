@@ -12,16 +12,14 @@ import functools
 import json
 import os
 import statistics
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from inprocess import header, prompt_ids, runner_of, start
+
 from vllm_adaptivespec.cli.engines import native_dtype
-from vllm_adaptivespec.cli.models import demo_head, demo_target
-from vllm_adaptivespec.cli.prompts import load_prompts
-from vllm_adaptivespec.cli.record import git_revision, machine, portable, versions
 from vllm_adaptivespec.config import AdaptiveSpecConfig
 from vllm_adaptivespec.core.policy import AdaptivePolicy, StaticPolicy, TreePolicy, TreeShape
 
@@ -107,29 +105,16 @@ def policy(shape: Any) -> TreePolicy:
 
 def main() -> None:
     options = arguments()
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
-    os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_USE_AOT_COMPILE="0")
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        model=str(demo_target()),
+    llm = start(
         dtype=options.dtype,
-        max_model_len=1024,
-        max_num_seqs=max(options.batch, 1),
-        max_num_batched_tokens=1024,
-        kv_cache_memory_bytes=1 << 30,
-        enforce_eager=options.eager,
-        distributed_executor_backend="uni",
-        speculative_config={
-            "method": "adaptivespec",
-            "model": str(demo_head()),
-            "num_speculative_tokens": 16,
-            "margin_threshold": options.kappa,
-        },
+        batch=options.batch,
+        eager=options.eager,
+        num_speculative_tokens=16,
+        margin_threshold=options.kappa,
     )
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    from vllm import SamplingParams
+
+    runner = runner_of(llm)
     places = {
         "runner": runner,
         "drafter": runner.drafter,
@@ -143,18 +128,7 @@ def main() -> None:
             clock.watch(part, places[place], name)
     names = options.shapes.split(";") if options.shapes else list(SHAPES)
     policies = {name: policy(SHAPES[name]) for name in names}
-    tokenizer = llm.get_tokenizer()
-    prompts = [
-        {
-            "prompt_token_ids": list(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": p.text}], add_generation_prompt=True, return_dict=False
-                )
-            )
-        }
-        for source in ("humaneval", "chat")
-        for p in load_prompts(source, options.prompts)
-    ]
+    prompts = [{"prompt_token_ids": ids} for ids in prompt_ids(llm, options.prompts)]
     groups = [prompts[i : i + options.batch] for i in range(0, len(prompts), options.batch)]
     sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens)
     llm.generate(groups[0], sampling, use_tqdm=False)  # warm
@@ -167,9 +141,9 @@ def main() -> None:
                 llm.reset_prefix_cache()
                 before = runner.stats.as_dict()
                 clock.take()
-                start = time.perf_counter()
+                begin = time.perf_counter()
                 outputs = llm.generate(group, sampling, use_tqdm=False)
-                seconds = time.perf_counter() - start
+                seconds = time.perf_counter() - begin
                 after = runner.stats.as_dict()
                 delta = {
                     k: after[k] - before[k] for k in ("verifications", "drafted", "accepted", "promoted", "emitted")
@@ -230,11 +204,7 @@ def report(options: argparse.Namespace, names: list[str], turns: list[dict[str, 
             f"own {row['own_ms_per_step']:.1f}  {parts}"
         )
     result = {
-        "command": portable(["bench/steps.py", *sys.argv[1:]]),
-        "git": git_revision(),
-        "versions": versions(),
-        "machine": machine(),
-        "options": {k: v for k, v in vars(options).items() if k != "out"},
+        **header("steps.py", options),
         "preload": Path(os.environ.get("LD_PRELOAD", "")).name or None,
         "rows": rows,
         "turns": turns,

@@ -16,6 +16,17 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
         raise ValueError(message if isinstance(message, str) else message())
 
 
+def check_starts(name: str, starts: torch.Tensor, device: torch.device) -> int:
+    """Check one ``[num_requests + 1]`` int32 tensor of where requests start, and return how many there are.
+
+    Raises:
+        ValueError: as ``check_tensor``, or it is empty.
+    """
+    check_tensor(name, starts, (None,), (torch.int32,), device)
+    require(starts.numel() > 0, f"{name} must have at least one entry")
+    return starts.numel() - 1
+
+
 def check_tensor(
     name: str,
     value: torch.Tensor,

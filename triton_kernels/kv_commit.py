@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import INTS, check_tensor, require
+from .checks import INTS, check_starts, check_tensor, require
+from .limits import MAX_NODES
 
 COLUMNS = 128
 """Elements of a token's keys or values that one program moves."""
-MAX_NODES = 64
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -116,9 +116,7 @@ def kv_commit(
     """
     layout = caches.layout
     device = layout.device
-    num_requests = row_starts.numel() - 1
-    check_tensor("row_starts", row_starts, (None,), (torch.int32,), device)
-    require(num_requests >= 0, "row_starts must have at least one entry")
+    num_requests = check_starts("row_starts", row_starts, device)
     check_tensor("slots", slots, (None,), INTS, device)
     check_tensor("path", path, (num_requests, None), (torch.int32,), device, contiguous=False)
     check_tensor("num_accepted", num_accepted, (num_requests,), (torch.int32,), device)

@@ -1,6 +1,6 @@
 """Acceptance on the device: target choices, margins and the walk through every request's tree.
 
-The twin is ``core.acceptance.accept_rows``.
+The twin is ``core.rows.accept_rows``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import FLOATS, INTS, check_tensor, require
+from .checks import FLOATS, INTS, check_starts, check_tensor, require
+from .limits import MAX_NODES, MAX_VOCAB, NOT_A_TOKEN, split_of
 from .noise import gumbel_noise
-
-SPLIT = 4096
-"""Logits of one row that one program reads at most; a row's splits are reduced by the walk."""
-MIN_SPLIT = 64
-MAX_NODES = 64
-MAX_VOCAB = 64 * SPLIT
-NOT_A_TOKEN = tl.constexpr(2**31 - 1)
 
 
 class Acceptance(NamedTuple):
@@ -131,24 +125,15 @@ def _walk_kernel(
     split = tl.arange(0, SPLITS)
     in_row = split < tl.where(num_nodes >= 0, num_splits, 0)
     at_root = split * num_rows + root_row
-    root_max, root_choice = _best(
-        tl.load(row_max + at_root, mask=in_row, other=float("-inf")),
-        tl.load(choice + at_root, mask=in_row, other=NOT_A_TOKEN),
-        0,
-    )
+    root_token = tl.load(choice + at_root, mask=in_row, other=NOT_A_TOKEN)
+    root_max, root_choice = _best(tl.load(row_max + at_root, mask=in_row, other=float("-inf")), root_token, 0)
     at_node = split[None, :] * num_rows + root_row + 1 + lane[:, None]
     seen = is_node[:, None] & in_row[None, :]
-    node_top = tl.load(row_max + at_node, mask=seen, other=float("-inf"))
     node_token = tl.load(choice + at_node, mask=seen, other=NOT_A_TOKEN)
-    node_max, node_choice = _best(node_top, node_token, 1)
+    node_max, node_choice = _best(tl.load(row_max + at_node, mask=seen, other=float("-inf")), node_token, 1)
     if SAMPLED:
-        _, root_choice = _best(
-            tl.load(choice_value + at_root, mask=in_row, other=float("-inf")),
-            tl.load(choice + at_root, mask=in_row, other=NOT_A_TOKEN),
-            0,
-        )
-        node_value = tl.load(choice_value + at_node, mask=seen, other=float("-inf"))
-        _, node_choice = _best(node_value, node_token, 1)
+        _, root_choice = _best(tl.load(choice_value + at_root, mask=in_row, other=float("-inf")), root_token, 0)
+        _, node_choice = _best(tl.load(choice_value + at_node, mask=seen, other=float("-inf")), node_token, 1)
     if GIVEN:
         root_choice = tl.load(given_choices + root_row, mask=num_nodes >= 0, other=-1).to(tl.int32)
         node_choice = tl.load(given_choices + root_row + 1 + lane, mask=is_node, other=-1).to(tl.int32)
@@ -262,12 +247,10 @@ def margin_acceptance(
     device = logits.device
     require(logits.dim() == 2, f"logits must have shape [num_rows, vocab], is {list(logits.shape)}")
     num_rows, vocab = logits.shape
-    num_requests = row_starts.numel() - 1
     check_tensor("logits", logits, (num_rows, vocab), FLOATS, device, contiguous=False)
     require(0 < vocab <= MAX_VOCAB, f"logits: vocabularies of 1 to {MAX_VOCAB} tokens, is {vocab}")
     require(1 <= max_nodes <= MAX_NODES, f"max_nodes must be in 1 to {MAX_NODES}, is {max_nodes}")
-    check_tensor("row_starts", row_starts, (None,), (torch.int32,), device)
-    require(num_requests >= 0, "row_starts must have at least one entry")
+    num_requests = check_starts("row_starts", row_starts, device)
     check_tensor("tokens", tokens, (num_rows,), INTS, device)
     check_tensor("parents", parents, (num_rows,), (torch.int32,), device)
     check_tensor("log_kappas", log_kappas, (num_requests,), (torch.float32,), device)
@@ -284,7 +267,7 @@ def margin_acceptance(
     if choices is not None:
         check_tensor("choices", choices, (num_rows,), INTS, device)
 
-    split = min(max(triton.next_power_of_2(vocab), MIN_SPLIT), SPLIT)
+    split = split_of(vocab)
     num_splits = triton.cdiv(vocab, split)
     row_max = torch.empty((num_splits, num_rows), dtype=torch.float32, device=device)
     choice_value = torch.empty_like(row_max) if sampled else row_max

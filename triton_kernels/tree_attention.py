@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import FLOATS, check_tensor, require
+from .checks import FLOATS, check_starts, check_tensor, require
+from .limits import MAX_NODES
 
-MAX_NODES = 64
 HEAD_SIZES = (64, 80, 96, 128, 160, 192, 256)
 MIN_SPLIT = 256
 """Shortest part of a context that is worth a program of its own."""
@@ -334,9 +334,7 @@ def tree_attention(
     nodes_shape = (node_key.shape[0], kv_heads, head_size)
     check_tensor("node_key", node_key, nodes_shape, (query.dtype,), device, contiguous=False)
     check_tensor("node_value", node_value, nodes_shape, (query.dtype,), device, contiguous=False)
-    num_requests = query_starts.numel() - 1
-    check_tensor("query_starts", query_starts, (None,), (torch.int32,), device)
-    require(num_requests >= 0, "query_starts must have at least one entry")
+    num_requests = check_starts("query_starts", query_starts, device)
     check_tensor("node_starts", node_starts, (num_requests + 1,), (torch.int32,), device)
     check_tensor("context_lens", context_lens, (num_requests,), (torch.int32,), device)
     check_tensor("block_tables", block_tables, (num_requests, None), (torch.int32,), device, contiguous=False)

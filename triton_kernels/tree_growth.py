@@ -9,18 +9,12 @@ import triton
 import triton.language as tl
 
 from .checks import FLOATS, INTS, check_tensor, require
+from .limits import MAX_NODES, MAX_VOCAB, NOT_A_TOKEN, split_of
 
-SPLIT = 4096
-"""Draft logits that one program reads at most; a row's splits are merged by the growth kernel."""
-MIN_SPLIT = 64
 MAX_WIDTH = 16
-MAX_NODES = 64
 MAX_FED = 64
 """Nodes of one request that may be fed to the draft in one step: bits of a mask word."""
-MAX_VOCAB = 64 * SPLIT
-NOT_A_TOKEN = tl.constexpr(2**31 - 1)
 UNRANKED = tl.constexpr(2**30)
-
 
 FIELDS = {
     "tokens": torch.int64,
@@ -167,7 +161,6 @@ def _grow_kernel(
     NODES: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
-    FRONTIER: tl.constexpr,
     CANDIDATES: tl.constexpr,
     MAPPED: tl.constexpr,
     MAX_FED: tl.constexpr,
@@ -283,13 +276,13 @@ def _grow_kernel(
     tl.store(frontier_tokens + out, token.to(tl.int64), mask=fed_here)
     tl.store(frontier_rows + out, source_row.to(tl.int64), mask=fed_here)
     tl.store(frontier_masks + out, mask_word | bit, mask=fed_here)
-    slot = tl.arange(0, FRONTIER)
+    slot = tl.arange(0, WIDTH)
     rest = (slot >= fed_next) & (slot < max_width)
     at_rest = request * max_width + slot
-    tl.store(frontier_nodes + at_rest, tl.full((FRONTIER,), 0, tl.int32), mask=rest)
-    tl.store(frontier_tokens + at_rest, tl.full((FRONTIER,), 0, tl.int64), mask=rest)
-    tl.store(frontier_rows + at_rest, tl.full((FRONTIER,), 0, tl.int64), mask=rest)
-    tl.store(frontier_masks + at_rest, tl.full((FRONTIER,), 0, tl.int64), mask=rest)
+    tl.store(frontier_nodes + at_rest, tl.full((WIDTH,), 0, tl.int32), mask=rest)
+    tl.store(frontier_tokens + at_rest, tl.full((WIDTH,), 0, tl.int64), mask=rest)
+    tl.store(frontier_rows + at_rest, tl.full((WIDTH,), 0, tl.int64), mask=rest)
+    tl.store(frontier_masks + at_rest, tl.full((WIDTH,), 0, tl.int64), mask=rest)
     tl.store(frontier_size + request, fed_next)
     tl.store(num_fed + request, fed + fed_next)
 
@@ -339,7 +332,7 @@ def grow_level(
         check_tensor("target_ids", target_ids, (vocab,), INTS, device)
     if num_requests == 0:
         return
-    split = min(max(triton.next_power_of_2(vocab), MIN_SPLIT), SPLIT)
+    split = split_of(vocab)
     num_splits = triton.cdiv(vocab, split)
     width = triton.next_power_of_2(max_width)
     part_max = torch.empty((num_splits, num_rows), dtype=torch.float32, device=device)
@@ -392,7 +385,6 @@ def grow_level(
         NODES=store,
         WIDTH=width,
         SPLITS=triton.next_power_of_2(num_splits),
-        FRONTIER=width,
         CANDIDATES=triton.next_power_of_2(store + rows_per_request * width),
         MAPPED=target_ids is not None,
         MAX_FED=MAX_FED,

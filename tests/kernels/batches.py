@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -61,7 +62,7 @@ class Batch:
         for column in (self.tokens, self.parents, self.positions):
             column += [-9] * padding
 
-    def arguments(self, device: torch.device, *, sampled: bool) -> dict[str, object]:
+    def arguments(self, device: torch.device, *, sampled: bool) -> dict[str, Any]:
         """Keyword arguments of ``margin_acceptance``."""
 
         def on(value: object, dtype: torch.dtype) -> torch.Tensor:
@@ -70,7 +71,7 @@ class Batch:
         longest = max((len(r.protected) for r in self.rules), default=0)
         limits = [-1 if r.max_promotions is None else r.max_promotions for r in self.rules]
         protected = [[*r.protected, *[-1] * (longest - len(r.protected))] for r in self.rules]
-        arguments: dict[str, object] = dict(
+        arguments: dict[str, Any] = dict(
             logits=self.logits.to(device),
             row_starts=on(self.row_starts, torch.int32),
             tokens=on(self.tokens, torch.int64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,7 @@ pytestmark = pytest.mark.kernels
 
 
 def run(batch: Batch, sampled: bool = False, **changes: object) -> Acceptance:
-    arguments = batch.arguments(DEVICE, sampled=sampled) | changes
-    return margin_acceptance(**arguments)  # type: ignore[arg-type]
+    return margin_acceptance(**batch.arguments(DEVICE, sampled=sampled) | changes)
 
 
 def assert_equal(batch: Batch, result: Acceptance, choices: torch.Tensor | None = None) -> None:
@@ -92,6 +92,15 @@ def test_thousands_of_trees() -> None:
         accepted += int((result.path >= 0).sum())
     assert promoted > 150
     assert accepted - promoted > 300
+
+
+def test_negative_control_parents() -> None:
+    """A walk along other parents must show."""
+    batch = random_batch(random.Random(8), num_requests=20, vocab=30, max_nodes=6)
+    assert_equal(batch, run(batch))
+    star = torch.full((len(batch.parents),), -1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(AssertionError):
+        assert_equal(batch, run(batch, parents=star))
 
 
 def test_largest_tree(device: torch.device) -> None:
@@ -211,7 +220,7 @@ def test_no_requests() -> None:
     ],
 )
 def test_bad_arguments(name: str, value: object, device: torch.device) -> None:
-    arguments: dict[str, object] = dict(
+    arguments: dict[str, Any] = dict(
         logits=torch.zeros((3, 5)),
         row_starts=torch.tensor([0, 3], dtype=torch.int32),
         tokens=torch.zeros(3, dtype=torch.int64),
@@ -224,4 +233,4 @@ def test_bad_arguments(name: str, value: object, device: torch.device) -> None:
     arguments[name] = value
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     with pytest.raises(ValueError, match=name):
-        margin_acceptance(**moved)  # type: ignore[arg-type]
+        margin_acceptance(**moved)

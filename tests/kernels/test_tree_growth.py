@@ -16,6 +16,7 @@ from tests.kernels.batches import random_tree
 from tests.kernels.conftest import DEVICE, POISON, on
 from vllm_adaptivespec.core.growth import TreeGrowth
 from vllm_adaptivespec.core.policy import TreeShape
+from vllm_adaptivespec.core.tree import ROOT
 
 pytestmark = pytest.mark.kernels
 
@@ -167,6 +168,19 @@ def test_ties_keep_their_order(seed: int, width: int, nodes: int) -> None:
             twin.expand([top(torch.zeros(8), width, None)] * len(frontier))
         grow_level(state, torch.zeros((1 if level == 0 else 4, 8), device=DEVICE), level, **limits)
         check(state, [twin], [frontier], 1 if level == 0 else 4)
+
+
+def test_negative_control_other_logits() -> None:
+    """A kernel that read another row's logits must show."""
+    shape = TreeShape(1, 3, 3)
+    state, twin = poisoned_state(1, 4, 4), Twin(shape)
+    limits = {n: on(DEVICE, [v], torch.int32) for n, v in (("depths", 1), ("widths", 3), ("nodes", 3))}
+    twin.expand([top(draft_logits((), 50, 1, False), 3, None)])
+    grow_level(state, draft_logits((), 50, 1, False)[None].to(DEVICE), 0, **limits)
+    check(state, [twin], [[ROOT]], 1)
+    grow_level(state, draft_logits((), 50, 2, False)[None].to(DEVICE), 0, **limits)
+    with pytest.raises(AssertionError):
+        check(state, [twin], [[ROOT]], 1)
 
 
 def test_largest_tree() -> None:

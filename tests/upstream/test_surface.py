@@ -41,7 +41,7 @@ def newest() -> WheelSources:
         result = subprocess.run([*command, f"vllm=={NEWEST}"], capture_output=True, text=True, check=False)
         wheels = list(folder.glob(f"vllm-{NEWEST}-*.whl"))
         if not wheels:
-            pytest.skip(f"no wheel of vllm {NEWEST} to be had: {result.stderr[-300:]}")
+            pytest.fail(f"no wheel of vllm {NEWEST} to be had: {result.stderr[-300:]}")
     return WheelSources(wheels[0])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .engines import EngineSpec
 
-# Hard cap on drafted nodes per request; up to nine rows cost a CPU no more than one (see bench/results).
+# Hard cap on drafted nodes per request, as the README recommends; what their rows cost differs by CPU.
 TREE_NODES = 8
 LOSSY_KAPPA = 0.3
 

@@ -107,10 +107,12 @@ class StackedCache:
         layers: by name, in the order of their caches.
 
     Raises:
-        ValueError: the caches are not equally spaced, contiguous parts of one allocation; says so.
+        ValueError: there are none, or they are not equally spaced, contiguous parts of one allocation.
     """
 
     def __init__(self, layers: dict[str, torch.nn.Module]) -> None:
+        if not layers:
+            raise ValueError("it keeps no KV cache of its own")
         self.names = list(layers)
         self.layer = layers[self.names[0]]
         caches = [layer.kv_cache for layer in layers.values()]
@@ -126,24 +128,17 @@ class StackedCache:
         )
         if not (regular and alike) or spacing % first[0].numel():
             raise ValueError("its layers' KV caches are not equal parts of one allocation")
-        self.blocks_per_layer = spacing // first[0].numel()
-        self.num_layers = len(caches)
+        blocks_apart = spacing // first[0].numel()
         # From the first layer's first block to the last one's last.
-        num_blocks = (self.num_layers - 1) * self.blocks_per_layer + first.shape[0]
+        num_blocks = (len(caches) - 1) * blocks_apart + first.shape[0]
         self.blocks = torch.as_strided(first, (num_blocks, *first.shape[1:]), first.stride(), starts[0])
-        self.first_blocks = torch.arange(self.num_layers) * self.blocks_per_layer
-        self.block_size = first.shape[2]
+        self.by_layer = torch.as_strided(first, (len(caches), *first.shape), (spacing, *first.stride()), starts[0])
+        self.first_slots = torch.arange(len(caches)).unsqueeze(1) * (blocks_apart * first.shape[2])
 
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Copy whole blocks ``source[i]`` to ``target[i]`` in every layer; the packing inside does not matter."""
-        by_layer = torch.as_strided(
-            self.blocks,
-            (self.num_layers, self.blocks_per_layer, *self.blocks.shape[1:]),
-            (self.blocks_per_layer * self.blocks.stride(0), *self.blocks.stride()),
-            self.blocks.storage_offset(),
-        )
         for s, t in zip(source, target, strict=True):  # several times faster than one indexed copy of all
-            by_layer[:, t].copy_(by_layer[:, s])
+            self.by_layer[:, t].copy_(self.by_layer[:, s])
 
     def write(self, stash: dict[str, KeyValue], rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write rows of every layer's keys and values to slots of its cache, the same ones in all layers.
@@ -156,7 +151,6 @@ class StackedCache:
             torch.stack([stash[name][part] for name in self.names]).index_select(1, rows).flatten(0, 1)
             for part in (0, 1)
         )
-        first_slots = self.first_blocks.unsqueeze(1) * self.block_size
         CPUAttentionBackendImpl.do_kv_cache_update(
-            self.layer.impl, self.layer, key, value, self.blocks, (first_slots + slots).flatten()
+            self.layer.impl, self.layer, key, value, self.blocks, (self.first_slots + slots).flatten()
         )
