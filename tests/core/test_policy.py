@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_adaptivespec.config import AdaptiveSpecConfig
-from vllm_adaptivespec.core.policy import HISTORY_START, AcceptanceHistory, AdaptivePolicy, StaticPolicy, TreeShape
+from vllm_adaptivespec.core.policy import (
+    HISTORY_START,
+    AcceptanceHistory,
+    AdaptivePolicy,
+    HistoryBatch,
+    StaticPolicy,
+    TreeShape,
+)
 
 PAPER = AdaptivePolicy(low=TreeShape(3, 4, 3), high=TreeShape(7, 1, 7), scale=0.5)
 """The published constants: (3, 4, 4) to (7, 1, 8) in a count that includes the root, d = 0.5."""
@@ -126,3 +134,43 @@ class TestAcceptanceHistory:
             rates.observe(accepted, depth)
             assert 0 <= rates.rate <= 1
             assert 0 <= rates.misses < 5
+
+
+@given(
+    signals=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=20),
+    low=st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(8, 32)),
+    high=st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(8, 32)),
+    scale=st.floats(0.05, 2),
+)
+def test_batch_chooses_what_each_request_alone_would(
+    signals: list[tuple[float, float]], low: tuple[int, int, int], high: tuple[int, int, int], scale: float
+) -> None:
+    adaptive = AdaptivePolicy(TreeShape(*low), TreeShape(*high), scale)
+    confidence, rates = torch.tensor(signals, dtype=torch.float64).T
+    for policy in (adaptive, StaticPolicy(TreeShape(*low))):
+        shapes = torch.stack(policy.shapes(confidence, rates), dim=1).tolist()
+        expected = [policy.shape(c, AcceptanceHistory(0.3, 5, rate=r)) for c, r in signals]
+        assert [TreeShape(*shape) for shape in shapes] == expected
+        largest = policy.largest
+        assert all(s.clipped(depth=largest.depth, width=largest.width, nodes=largest.nodes) == s for s in expected)
+
+
+@given(
+    steps=st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=3, max_size=3), max_size=12),
+    decay=st.floats(0.01, 1),
+    reset_after=st.integers(1, 4),
+)
+def test_batch_history(steps: list[list[tuple[int, int]]], decay: float, reset_after: int) -> None:
+    alone = [AcceptanceHistory(decay, reset_after) for _ in range(5)]
+    together = HistoryBatch(
+        decay, reset_after, torch.full((5,), HISTORY_START, dtype=torch.float64), torch.zeros(5, dtype=torch.int32)
+    )
+    requests = [3, 0, 4]  # the others stay as they are
+    for step in steps:
+        accepted, depth = torch.tensor([(min(a, d), d) for a, d in step]).T
+        together.observe(torch.tensor(requests), accepted, depth)
+        for request, a, d in zip(requests, accepted.tolist(), depth.tolist(), strict=True):
+            if d:
+                alone[request].observe(a, d)
+    assert together.rates.tolist() == pytest.approx([h.rate for h in alone])
+    assert together.misses.tolist() == [h.misses for h in alone]

@@ -132,7 +132,7 @@ def grow(
                 scores = twin.scores()
                 if not all(a - b > CLOSE for a, b in itertools.pairwise(scores)):
                     reject()
-        grow_level(state, logits.to(dtype).to(DEVICE), level, **limits)
+        grow_level(state, logits.to(dtype).to(DEVICE), first=level == 0, **limits)
         check(state, twins, frontiers, rows_per_request)
     return twins
 
@@ -166,7 +166,7 @@ def test_ties_keep_their_order(seed: int, width: int, nodes: int) -> None:
         frontier = list(twin.growth.frontier)
         if frontier:
             twin.expand([top(torch.zeros(8), width, None)] * len(frontier))
-        grow_level(state, torch.zeros((1 if level == 0 else 4, 8), device=DEVICE), level, **limits)
+        grow_level(state, torch.zeros((1 if level == 0 else 4, 8), device=DEVICE), first=level == 0, **limits)
         check(state, [twin], [frontier], 1 if level == 0 else 4)
 
 
@@ -176,9 +176,9 @@ def test_negative_control_other_logits() -> None:
     state, twin = poisoned_state(1, 4, 4), Twin(shape)
     limits = {n: on(DEVICE, [v], torch.int32) for n, v in (("depths", 1), ("widths", 3), ("nodes", 3))}
     twin.expand([top(draft_logits((), 50, 1, False), 3, None)])
-    grow_level(state, draft_logits((), 50, 1, False)[None].to(DEVICE), 0, **limits)
+    grow_level(state, draft_logits((), 50, 1, False)[None].to(DEVICE), first=True, **limits)
     check(state, [twin], [[ROOT]], 1)
-    grow_level(state, draft_logits((), 50, 2, False)[None].to(DEVICE), 0, **limits)
+    grow_level(state, draft_logits((), 50, 2, False)[None].to(DEVICE), first=True, **limits)
     with pytest.raises(AssertionError):
         check(state, [twin], [[ROOT]], 1)
 
@@ -195,7 +195,7 @@ def test_no_more_nodes_are_fed_than_a_mask_has_bits() -> None:
     generator = torch.Generator().manual_seed(0)
     for level in range(8):
         logits = torch.randn((1 if level == 0 else 16, 200), generator=generator) * 3
-        grow_level(state, logits.to(DEVICE), level, **limits)
+        grow_level(state, logits.to(DEVICE), first=level == 0, **limits)
         assert int(state.num_fed[0]) <= 64
         size = int(state.frontier_size[0])
         assert len({int(m) for m in state.frontier_masks[0, :size]}) == size
@@ -209,7 +209,7 @@ def test_impossible_logits_are_never_preferred() -> None:
     logits = torch.tensor([[0.0, float("-inf"), 2.0, 1.0], [0.0, float("nan"), 2.0, 1.0]], device=DEVICE)
     state = poisoned_state(2, 4, 4)
     limits = {n: on(DEVICE, [v, v], torch.int32) for n, v in (("depths", 1), ("widths", 4), ("nodes", 4))}
-    grow_level(state, logits, 0, **limits)
+    grow_level(state, logits, first=True, **limits)
     assert state.tokens[0].tolist() == [2, 3, 0, 1]
     assert state.scores[0, 3] == float("-inf")
     assert state.num_nodes.tolist() == [4, 4]
@@ -236,7 +236,6 @@ def test_masks(seed: int, max_nodes: int) -> None:
     [
         ("logits", torch.zeros((3, 5))),
         ("logits", torch.zeros((2, 5), dtype=torch.int32)),
-        ("level", -1),
         ("depths", torch.zeros(3, dtype=torch.int32)),
         ("widths", torch.zeros(2)),
         ("nodes", torch.zeros((2, 1), dtype=torch.int32)),
@@ -246,7 +245,7 @@ def test_masks(seed: int, max_nodes: int) -> None:
 def test_bad_arguments(name: str, value: Any) -> None:
     arguments: dict[str, Any] = dict(
         logits=torch.zeros((2, 5)),
-        level=0,
+        first=True,
         depths=torch.ones(2, dtype=torch.int32),
         widths=torch.ones(2, dtype=torch.int32),
         nodes=torch.ones(2, dtype=torch.int32),

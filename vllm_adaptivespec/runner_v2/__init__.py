@@ -1,0 +1,1 @@
+"""Adapter for vLLM's Model Runner V2: the GPU path."""
