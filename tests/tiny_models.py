@@ -9,13 +9,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-VOCAB, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 512, 64, 128, 4, 2, 32
+VOCAB, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 512, 64, 128, 4, 2, 32, 4
 
 SHARPEN = {"q_proj": 12.0, "k_proj": 12.0, "v_proj": 10.0, "o_proj": 10.0, "lm_head": 8.0}
 """Without these factors the logits are flat and a wrong mask, position or commit would rarely change a token."""
 
 
-def make_tiny_models(out: Path, head_dim: int = HEAD_DIM) -> tuple[Path, Path]:
+def make_tiny_models(
+    out: Path, head_dim: int = HEAD_DIM, kv_heads: int = KV_HEADS, layers: int = LAYERS
+) -> tuple[Path, Path]:
     """Write both models below ``out``; returns the folders of the target and of the head."""
     target, head = out / "target", out / "head"
     torch.manual_seed(0)
@@ -23,9 +25,9 @@ def make_tiny_models(out: Path, head_dim: int = HEAD_DIM) -> tuple[Path, Path]:
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
+        num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=2048,
         bos_token_id=1,
@@ -51,8 +53,8 @@ def make_tiny_models(out: Path, head_dim: int = HEAD_DIM) -> tuple[Path, Path]:
             layer + "hidden_norm.weight": ones.clone(),
             layer + "post_attention_layernorm.weight": ones.clone(),
             attention + "q_proj.weight": weight(HEADS * head_dim, 2 * HIDDEN),
-            attention + "k_proj.weight": weight(KV_HEADS * head_dim, 2 * HIDDEN),
-            attention + "v_proj.weight": weight(KV_HEADS * head_dim, 2 * HIDDEN),
+            attention + "k_proj.weight": weight(kv_heads * head_dim, 2 * HIDDEN),
+            attention + "v_proj.weight": weight(kv_heads * head_dim, 2 * HIDDEN),
             attention + "o_proj.weight": weight(HIDDEN, HEADS * head_dim),
             layer + "mlp.gate_proj.weight": weight(INTERMEDIATE, HIDDEN),
             layer + "mlp.up_proj.weight": weight(INTERMEDIATE, HIDDEN),
@@ -70,7 +72,7 @@ def make_tiny_models(out: Path, head_dim: int = HEAD_DIM) -> tuple[Path, Path]:
         architectures=["LlamaForCausalLMEagle3"],
         num_hidden_layers=1,
         draft_vocab_size=VOCAB // 2,
-        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+        eagle_aux_hidden_state_layer_ids=[layers - 3, layers - 2, layers - 1],
     )
     (head / "config.json").write_text(json.dumps(settings, indent=1))
     return target, head

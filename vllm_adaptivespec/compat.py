@@ -15,7 +15,7 @@ SUPPORTED = ((0, 32), (0, 34))
 """First supported (major, minor), and the first that is not."""
 
 Surface = dict[str, dict[str, tuple[str, ...]]]
-"""By ``module:class``: methods we override or call by position, with the parameters we rely on."""
+"""By ``module:class``, or module: methods and functions we override or call, with the parameters we rely on."""
 
 FRONT_END: Surface = {
     "vllm.engine.arg_utils:EngineArgs": {
@@ -134,7 +134,35 @@ RUNNER_V2: Surface = {
         "__init__": ("vllm_config", "device", "cudagraph_mode", "decode_query_len"),
         "run_fullgraph": ("desc",),
     },
-    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": {"__init__": ("size", "dtype"), "copy_to_uva": ()},
+    "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor": {
+        "__init__": ("size", "dtype", "device"),
+        "stage_write": ("index", "start", "x"),
+        "stage_write_elem": ("index", "x"),
+        "apply_write": (),
+    },
+    "vllm.v1.worker.gpu.sample.gumbel": {
+        "gumbel_sample": (
+            "logits",
+            "expanded_idx_mapping",
+            "temperature",
+            "seed",
+            "pos",
+            "apply_temperature",
+            "is_drafting",
+            "use_fp64",
+        ),
+    },
+    "vllm.v1.worker.gpu.dp_utils": {
+        "dispatch_cg_and_sync_dp": (
+            "cudagraph_manager",
+            "num_reqs",
+            "num_tokens",
+            "uniform_token_count",
+            "dp_size",
+            "dp_rank",
+            "need_eager",
+        ),
+    },
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": {"forward": _ATTENTION_FORWARD},
     "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl": {"forward": _ATTENTION_FORWARD},
 }
@@ -178,8 +206,9 @@ def surface_problems(runner: str) -> list[str]:
     """Differences between this vLLM and the surface we rely on, as sentences; empty when all is there."""
     problems = []
     for place, methods in SURFACES[runner].items():
-        module_name, class_name = place.split(":")
-        owner: Any = getattr(importlib.import_module(module_name), class_name, None)
+        module_name, _, class_name = place.partition(":")
+        module: Any = importlib.import_module(module_name)
+        owner: Any = getattr(module, class_name, None) if class_name else module
         if owner is None:
             problems.append(f"{place} is missing")
             continue

@@ -23,6 +23,8 @@ os.environ.update(
 import pytest
 
 from tests.engine.engines import Engine, Pair, start, start_tiny
+from tests.engine.oracle import ANSWERS, OracleProposer
+from tests.suite.oracle import Oracle, Size
 from tests.tiny_models import make_tiny_models
 from vllm_adaptivespec.cli.models import demo_head, demo_target
 
@@ -38,6 +40,31 @@ def tiny_pair(tiny: tuple[Path, Path]) -> Pair:
     """The tiny target plain and with the plugin."""
     target, head = tiny
     return Pair(start_tiny(target, None, 64), start_tiny(target, head, 64))
+
+
+@pytest.fixture(scope="session")  # an engine that ends takes the process groups of all others with it
+def crowded_engine(tiny: tuple[Path, Path]) -> Engine:
+    """Six requests on blocks for about three: requests are preempted and resumed all the time."""
+    return start_tiny(*tiny, 14)
+
+
+@pytest.fixture
+def crowded(crowded_engine: Engine) -> Iterator[Engine]:
+    with crowded_engine.restored():
+        yield crowded_engine
+
+
+@pytest.fixture
+def oracle() -> Oracle:
+    """A drafter that knows the answer; a test tells it what that is."""
+    ANSWERS.by_prompt, ANSWERS.seed = {}, 0
+    return Oracle("drafter", OracleProposer, ANSWERS)
+
+
+@pytest.fixture(scope="session")
+def size() -> Size:
+    """How much each test of the suite runs."""
+    return Size(lengths=(5, 33, 70, 1, 100, 62), num_tokens=90, parameter_tokens=40, crowded_tokens=90)
 
 
 @pytest.fixture

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_adaptivespec.core.policy import StaticPolicy, TreePolicy, TreeShape
+
+PARTS = ("drafter", "rejection_sampler", "speculator", "model_state")
+"""Of the model runners, whichever has them."""
+SETTINGS = ("policy", "adaptivespec")
 
 
 @dataclass
@@ -50,18 +54,37 @@ class Engine:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put back the policy, the classes and the configuration of the runner after a test."""
+        """Put back the classes of the runner and of its parts, and its own settings, after a test."""
         runner = self.runner
-        kept = (runner.policy, runner.adaptivespec, type(runner), type(runner.drafter), type(runner.rejection_sampler))
+        parts = [runner, *(getattr(runner, name, None) for name in PARTS)]
+        classes = [(part, type(part)) for part in parts if part is not None]
+        kept = {name: getattr(runner, name) for name in SETTINGS if hasattr(runner, name)}
         processor = self.llm.llm_engine.input_processor
         validate = processor.validate_logits_processors_params
         try:
             yield
         finally:
             processor.validate_logits_processors_params = validate
-            runner.policy, runner.adaptivespec = kept[0], kept[1]
-            runner.__class__, runner.drafter.__class__, runner.rejection_sampler.__class__ = kept[2:]
+            for part, original in classes:
+                part.__class__ = original
+            for name, value in kept.items():
+                setattr(runner, name, value)
             self.reset_cache()
+
+    @contextmanager
+    def lossy_down_to(self, floor: float) -> Iterator[None]:
+        """Let requests ask for a kappa down to ``floor``, in the front end and in the runner."""
+        processor = self.llm.llm_engine.input_processor
+        owner = self.runner if hasattr(self.runner, "speculation") else self.runner.model_state.settings
+        name = "adaptivespec" if owner is self.runner else "config"
+        validate, config = processor.validate_logits_processors_params, getattr(owner, name)
+        processor.validate_logits_processors_params = lambda params: None
+        setattr(owner, name, replace(config, margin_threshold_floor=floor))
+        try:
+            yield
+        finally:
+            processor.validate_logits_processors_params = validate
+            setattr(owner, name, config)
 
 
 @dataclass
@@ -92,10 +115,10 @@ def start(spec: dict[str, Any] | None, **kwargs: Any) -> Engine:
     )
 
 
-def start_tiny(model: Path, head: Path | None, num_blocks: int) -> Engine:
+def start_tiny(model: Path, head: Path | None, num_blocks: int, **spec: Any) -> Engine:
     """A tiny model on few and small blocks, so that boundaries, sharing and preemption come often."""
     return start(
-        None if head is None else {"model": str(head), "num_speculative_tokens": 8},
+        None if head is None else {"model": str(head), "num_speculative_tokens": 8, **spec},
         model=str(model),
         skip_tokenizer_init=True,
         max_model_len=256,

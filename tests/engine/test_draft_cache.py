@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.engine.engines import Engine, Pair, sampling
-from tests.engine.oracle import OracleProposer
-from tests.engine.test_oracle_exactness import prompts_of
+from tests.suite.oracle import Oracle, prompts_of
 
 pytestmark = pytest.mark.engine
 
@@ -40,14 +39,12 @@ def cached(engine: Engine, tokens: list[int], num_blocks: int) -> dict[str, torc
     return seen
 
 
-def compare(engine: Engine, plain: Engine) -> dict[str, float]:
+def compare(engine: Engine, plain: Engine, oracle: Oracle) -> dict[str, float]:
     """Largest difference by layer between the cache after generation and after a fresh prefill of the same tokens."""
     prompt = prompts_of((40,), seed=3)[0]
-    answer = plain.tokens([prompt], sampling(120))[0]
-    OracleProposer.answers = {tuple(prompt): answer}
-    engine.runner.drafter.__class__ = OracleProposer
+    (answer,) = oracle.knowing(engine, plain, [prompt], 120)
     assert engine.tokens([prompt], sampling(120)) == [answer]
-    engine.runner.drafter.__class__ = OracleProposer.__mro__[1]
+    engine.runner.drafter.__class__ = oracle.drafter.__mro__[1]
     sequence = prompt + answer[:-8]
     num_blocks = 3
     generated = cached(engine, sequence, num_blocks)
@@ -58,14 +55,14 @@ def compare(engine: Engine, plain: Engine) -> dict[str, float]:
     return {name: float((generated[name] - fresh[name]).abs().max()) for name in fresh}
 
 
-def test_cache_equals_a_fresh_prefill(tiny_pair: Pair, tiny_spec: Engine) -> None:
+def test_cache_equals_a_fresh_prefill(tiny_pair: Pair, tiny_spec: Engine, oracle: Oracle) -> None:
     tiny_spec.reset_cache()
-    for name, difference in compare(tiny_spec, tiny_pair.plain).items():
+    for name, difference in compare(tiny_spec, tiny_pair.plain, oracle).items():
         assert difference < 1e-3, name
 
 
 def test_negative_control_wrong_rows_for_the_draft(
-    tiny_pair: Pair, tiny_spec: Engine, monkeypatch: pytest.MonkeyPatch
+    tiny_pair: Pair, tiny_spec: Engine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Feeding the draft a chain's rows instead of the accepted path's must show in its cache, and nowhere else."""
     from vllm_adaptivespec.runner_v1.proposer import EagleProposer, TreeProposer
@@ -77,7 +74,7 @@ def test_negative_control_wrong_rows_for_the_draft(
 
     monkeypatch.setattr(TreeProposer, "prepare_inputs", chain_rows)
     tiny_spec.reset_cache()
-    differences = compare(tiny_spec, tiny_pair.plain)
+    differences = compare(tiny_spec, tiny_pair.plain, oracle)
     draft = set(tiny_spec.runner.draft_layers)
     assert max(differences[name] for name in draft) > 1e-2
     assert max(value for name, value in differences.items() if name not in draft) < 1e-3

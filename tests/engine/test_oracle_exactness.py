@@ -1,14 +1,14 @@
-"""Greedy output with oracle trees equals the target's own, token by token, whatever the trees look like."""
+"""The suite on the CPU path, and each of its parts broken alone."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
 from tests.engine.engines import Engine, Pair, sampling
-from tests.engine.oracle import OracleProposer
+from tests.suite.exactness import *  # noqa: F403
+from tests.suite.oracle import Oracle, prompts_of
 
 pytestmark = pytest.mark.engine
 
@@ -16,50 +16,17 @@ LENGTHS = (5, 33, 70, 1, 100, 62)
 NUM_TOKENS = 90
 
 
-def prompts_of(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 512) for _ in range(length)] for length in lengths]
-
-
-@pytest.fixture(scope="module")
-def answers(tiny_pair: Pair) -> dict[tuple[int, ...], list[int]]:
-    """The target's own greedy continuations, one request at a time, by plain vLLM."""
-    prompts = prompts_of(LENGTHS)
-    return {tuple(p): tiny_pair.plain.tokens([p], sampling(NUM_TOKENS))[0] for p in prompts}
-
-
-@pytest.fixture
-def oracle(tiny_spec: Engine, answers: dict[tuple[int, ...], list[int]]) -> Engine:
-    tiny_spec.runner.drafter.__class__ = OracleProposer
-    OracleProposer.answers = answers
-    return tiny_spec
-
-
-def wrong(engine: Engine, answers: dict[tuple[int, ...], list[int]]) -> int:
+def wrong(engine: Engine, plain: Engine, oracle: Oracle) -> int:
     """How many of the prompts come out wrong when all run together."""
-    outputs = engine.tokens([list(p) for p in answers], sampling(NUM_TOKENS))
-    return sum(output != answer for output, answer in zip(outputs, answers.values(), strict=True))
+    prompts = prompts_of(LENGTHS)
+    answers = oracle.knowing(engine, plain, prompts, NUM_TOKENS)
+    outputs = engine.tokens(prompts, sampling(NUM_TOKENS))
+    return sum(output != answer for output, answer in zip(outputs, answers, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_greedy_output_is_the_targets(oracle: Engine, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
-    OracleProposer.seed = seed
-    before = oracle.llm.collective_rpc("adaptivespec_stats")[0]
-    assert wrong(oracle, answers) == 0
-    after = oracle.llm.collective_rpc("adaptivespec_stats")[0]
-    verified, accepted = (after[k] - before[k] for k in ("verifications", "accepted"))
-    assert accepted > verified  # long paths, or the test says little
-    assert after["chains"] - before["chains"] < verified / 2  # most were real trees
-    assert oracle.leaks() == {"requests": 0, "branch_blocks": 0}
-
-
-def test_prefix_hits_on_accepted_blocks(oracle: Engine, answers: dict[tuple[int, ...], list[int]]) -> None:
-    """Blocks filled by accepted paths are shared afterwards: what follows them must be right."""
-    assert wrong(oracle, answers) == 0
-    longer = [list(p) + answer[:70] for p, answer in answers.items()]
-    outputs = oracle.generate(longer, sampling(15))
-    assert sum(o.num_cached_tokens for o in outputs) >= 32 * len(longer)
-    assert [list(o.outputs[0].token_ids) for o in outputs] == [answer[70:85] for answer in answers.values()]
+def test_nothing_is_held_afterwards(tiny_pair: Pair, tiny_spec: Engine, oracle: Oracle) -> None:
+    assert wrong(tiny_spec, tiny_pair.plain, oracle) == 0
+    assert tiny_spec.leaks() == {"requests": 0, "branch_blocks": 0}
 
 
 def broken_commit(self: Any) -> None:
@@ -97,19 +64,17 @@ def broken_sync(self: Any, tail: int, length: int) -> bool:
         ("_prepare_inputs", broken_positions),
     ],
 )
-def test_negative_control(
-    oracle: Engine, answers: dict[tuple[int, ...], list[int]], method: str, replacement: Any
-) -> None:
-    """Each part broken alone must show in the outputs, or the test above has no power over it."""
-    runner_class = type(oracle.runner)
-    oracle.runner.__class__ = type("Broken", (runner_class,), {method: replacement})
-    assert wrong(oracle, answers) > 0
+def test_negative_control(tiny_pair: Pair, tiny_spec: Engine, oracle: Oracle, method: str, replacement: Any) -> None:
+    """Each part broken alone must show in the outputs, or the tests above have no power over it."""
+    runner_class = type(tiny_spec.runner)
+    tiny_spec.runner.__class__ = type("Broken", (runner_class,), {method: replacement})
+    assert wrong(tiny_spec, tiny_pair.plain, oracle) > 0
 
 
 def test_negative_control_branch_contents(
-    oracle: Engine, answers: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
+    tiny_pair: Pair, tiny_spec: Engine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_adaptivespec.runner_v1.branch_blocks import RequestBranches
 
     monkeypatch.setattr(RequestBranches, "in_sync", broken_sync)
-    assert wrong(oracle, answers) > 0
+    assert wrong(tiny_spec, tiny_pair.plain, oracle) > 0

@@ -12,7 +12,9 @@ import pytest
 
 from vllm_adaptivespec import plugin
 from vllm_adaptivespec.config import AdaptiveSpecConfig
-from vllm_adaptivespec.plugin import WORKER_CLASS, config_of
+from vllm_adaptivespec.plugin import WORKER_CLASSES, config_of
+
+WORKER_CLASS = WORKER_CLASSES["v1"]
 
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
@@ -145,6 +147,20 @@ class TestOurMethod:
         assert plain.use_v2_model_runner is True
         assert ours.use_v2_model_runner is False
 
+    def test_gpus_get_the_v2_runner_and_keep_asynchronous_scheduling(
+        self, engine_args: MakeArgs, speculative_config: MakeDict, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As far as a machine without one can tell: the platform is this one's, our choice is the other."""
+        from vllm_adaptivespec import compat
+
+        monkeypatch.setattr(compat, "runner", lambda: "v2")
+        user = speculative_config(num_speculative_tokens_per_batch_size=[[1, 4, 8], [5, 256, 4]])
+        config = engine_args(speculative_config=user, async_scheduling=True).create_engine_config()
+        assert config.parallel_config.worker_cls == WORKER_CLASSES["v2"]
+        assert config.use_v2_model_runner is True
+        assert not config.speculative_config.disable_padded_drafter_batch
+        assert config.speculative_config.num_speculative_tokens_per_batch_size == [(1, 4, 8), (5, 256, 4)]
+
     @pytest.mark.parametrize(
         ("values", "level", "text"),
         [
@@ -232,7 +248,7 @@ class TestRequests:
     """Request arguments are checked in the front end, so that an error is the caller's (HTTP 400)."""
 
     @staticmethod
-    def check(vllm_config: Any, extra_args: dict[str, Any] | None) -> None:
+    def check(vllm_config: Any, extra_args: dict[str, Any] | None, **params: Any) -> None:
         """Validate a request as vLLM's input processor does."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine.input_processor import InputProcessor
@@ -240,7 +256,7 @@ class TestRequests:
         plugin._install_request_validation()
         processor = SimpleNamespace(vllm_config=vllm_config, model_config=vllm_config.model_config)
         validate = InputProcessor._build_logits_processors_params_validator(processor)
-        validate(SamplingParams(extra_args=extra_args))
+        validate(SamplingParams(extra_args=extra_args, **params))
 
     @pytest.fixture
     def ours(self, engine_args: MakeArgs, speculative_config: MakeDict) -> Any:
@@ -266,6 +282,19 @@ class TestRequests:
 
         with pytest.raises(VLLMValidationError, match=message):
             self.check(ours, extra_args)
+
+    def test_scores_of_given_tokens_on_a_gpu(self, ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """vLLM's V2 runner would leave them out of a speculated batch."""
+        from vllm.exceptions import VLLMValidationError
+
+        from vllm_adaptivespec import compat
+
+        wants_scores = {"logprobs": 1, "logprob_token_ids": [3, 4]}
+        self.check(ours, None, **wants_scores)
+        monkeypatch.setattr(compat, "runner", lambda: "v2")
+        self.check(ours, None)
+        with pytest.raises(VLLMValidationError, match="logprob_token_ids is not supported"):
+            self.check(ours, None, **wants_scores)
 
     def test_without_us_nobody_checks(self, engine_args: MakeArgs) -> None:
         self.check(engine_args().create_engine_config(), {"adaptivespec_kappa": "anything"})

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Read by Triton and vLLM when they are imported.
 os.environ.update(
@@ -24,18 +25,59 @@ sys.path.append(str(Path(__file__).parent / "interpreter"))
 
 import pytest
 
+import tests.runner_v2.cpu  # noqa: F401 - what it changes in vLLM holds for the plain engines too
 from tests.engine.engines import Engine, Pair, start_tiny
+from tests.interpreter import hasten
+from tests.runner_v2.oracle import ANSWERS, OracleSpeculator
+from tests.suite.oracle import Oracle, Size
 from tests.tiny_models import make_tiny_models
+
+hasten()
+
+SMALL: dict[str, Any] = {"tree_policy": "static", "static_shape": [2, 2, 4]}
+"""Few levels: where the oracle drafts, what the draft itself would say is soon told."""
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A random target on which context matters, and a random head for it, with heads the kernels take."""
-    return make_tiny_models(tmp_path_factory.mktemp("tiny"), head_dim=64)
+    """A random target on which context matters, and a random head for it: heads the kernels take, and few of them."""
+    return make_tiny_models(tmp_path_factory.mktemp("tiny"), head_dim=64, kv_heads=1, layers=3)
 
 
 @pytest.fixture(scope="session")
 def tiny_pair(tiny: tuple[Path, Path]) -> Pair:
     """The tiny target plain and with the plugin."""
     target, head = tiny
-    return Pair(start_tiny(target, None, 64), start_tiny(target, head, 64))
+    return Pair(start_tiny(target, None, 64), start_tiny(target, head, 64, **SMALL))
+
+
+@pytest.fixture
+def tiny_spec(tiny_pair: Pair) -> Iterator[Engine]:
+    """The speculating tiny engine, with everything a test may have changed put back afterwards."""
+    with tiny_pair.spec.restored():
+        yield tiny_pair.spec
+
+
+@pytest.fixture(scope="session")
+def crowded_engine(tiny: tuple[Path, Path]) -> Engine:
+    """Six requests on blocks for about three: requests are preempted and resumed all the time."""
+    return start_tiny(*tiny, 14, **SMALL)
+
+
+@pytest.fixture
+def crowded(crowded_engine: Engine) -> Iterator[Engine]:
+    with crowded_engine.restored():
+        yield crowded_engine
+
+
+@pytest.fixture
+def oracle() -> Oracle:
+    """A drafter that knows the answer; a test tells it what that is."""
+    ANSWERS.by_prompt, ANSWERS.seed = {}, 0
+    return Oracle("speculator", OracleSpeculator, ANSWERS)
+
+
+@pytest.fixture(scope="session")
+def size() -> Size:
+    """How much each test of the suite runs."""
+    return Size(lengths=(5, 33, 70, 1), num_tokens=40, parameter_tokens=20, crowded_tokens=56)

@@ -9,6 +9,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -18,18 +19,23 @@ from vllm_adaptivespec.runner_v2.runner import TreeRunner
 from vllm_adaptivespec.runner_v2.worker import TreeWorker
 
 attention.BACKENDS.add("CPU_ATTN")
+# vLLM's Triton kernel for top-k and top-p is none the interpreter can run; this is vLLM's own other way.
+topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
 
 
 class PlainLayoutAttention(CPUAttentionBackendImpl):
-    """Causal attention over a cache in the GPU backends' layout; the CPU's own kernels pack theirs."""
+    """Causal attention over a cache in the GPU backends' layout; the CPU's own kernels pack theirs.
+
+    Like a GPU's it never looks at a value on the host.
+    """
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        rows = (slot_mapping >= 0).nonzero()[:, 0]
-        slots, page = slot_mapping[rows], kv_cache.shape[2]
+        rows, page = len(slot_mapping), kv_cache.shape[2]
+        slots = slot_mapping.clamp(min=0)  # padding goes to the null block
         for cache, new in zip(key_value_views(kv_cache, self.head_size), (key, value), strict=True):
-            cache[slots // page, slots % page] = new[rows]
+            cache[slots // page, slots % page] = new[:rows]
 
     def forward(
         self,
@@ -46,22 +52,20 @@ class PlainLayoutAttention(CPUAttentionBackendImpl):
         if attn_metadata is None:
             return output.zero_()
         page, group = kv_cache.shape[2], self.num_queries_per_kv
-        starts = attn_metadata.query_start_loc.tolist()
-        for request, length in enumerate(attn_metadata.seq_lens.tolist()):
-            rows = slice(starts[request], starts[request + 1])
-            queries = query[rows]
-            if not len(queries):
-                continue
-            position = torch.arange(length)
-            block = attn_metadata.block_table[request].long()[position // page]
-            keys, values = (
-                cache[block, position % page].repeat_interleave(group, dim=1)
-                for cache in key_value_views(kv_cache, self.head_size)
-            )
-            seen = position <= position[-len(queries) :, None]
-            scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.scale
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-            output[rows] = torch.einsum("hqk,khd->qhd", weights, values)
+        num_rows = attn_metadata.num_actual_tokens
+        starts, lengths = attn_metadata.query_start_loc, attn_metadata.seq_lens
+        row = torch.arange(num_rows)
+        request = (starts[1:] <= row[:, None]).sum(dim=1).clamp(max=len(lengths) - 1)
+        position = lengths[request] - (starts[request + 1] - row)
+        seen = torch.arange(attn_metadata.max_seq_len)
+        block = attn_metadata.block_table.long()[:, seen // page]
+        keys, values = (
+            cache[block, seen % page][request].repeat_interleave(group, dim=2)
+            for cache in key_value_views(kv_cache, self.head_size)
+        )
+        scores = torch.einsum("qhd,qkhd->qhk", query[:num_rows], keys) * self.scale
+        weights = scores.masked_fill((seen > position[:, None])[:, None], -torch.inf).softmax(dim=-1)
+        output[:num_rows] = torch.einsum("qhk,qkhd->qhd", weights, values)
         return output
 
 

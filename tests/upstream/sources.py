@@ -50,19 +50,29 @@ class WheelSources:
         return ".".join([*package, *([node.module] if node.module else [])])
 
     def parameters(self, module_name: str, class_name: str, method: str) -> list[str] | None:
-        """Parameters of a method, its own or inherited, or of a field's accessor; None where there is none."""
+        """Parameters of a method, its own or inherited, or of a module's function (no class); None if there is none."""
+        if not class_name:
+            module = self.module(module_name)
+            return self._own_parameters(module, method) if module else None
         found = self.resolve(module_name, class_name)
         if found is None:
             return None
         defined_in, node = found
-        for item in node.body:
-            if isinstance(item, ast.FunctionDef) and item.name == method:
-                arguments = item.args
-                return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        own = self._own_parameters(node, method)
+        if own is not None:
+            return own
         for base in node.bases:
             name = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(name, ast.Name):
                 inherited = self.parameters(defined_in, name.id, method)
                 if inherited is not None:
                     return inherited
+        return None
+
+    @staticmethod
+    def _own_parameters(owner: ast.Module | ast.ClassDef, function: str) -> list[str] | None:
+        for item in owner.body:
+            if isinstance(item, ast.FunctionDef) and item.name == function:
+                arguments = item.args
+                return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         return None

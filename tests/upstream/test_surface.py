@@ -11,7 +11,7 @@ import pytest
 
 from tests.upstream.sources import WheelSources
 from vllm_adaptivespec.cli.models import cache_dir
-from vllm_adaptivespec.compat import SUPPORTED, SURFACE, check_version, surface_problems
+from vllm_adaptivespec.compat import SUPPORTED, SURFACES, check_version, surface_problems
 
 pytestmark = pytest.mark.upstream
 
@@ -48,7 +48,7 @@ def newest() -> WheelSources:
 def problems(sources: WheelSources, surface: dict[str, dict[str, tuple[str, ...]]]) -> list[str]:
     found = []
     for place, methods in surface.items():
-        module, class_name = place.split(":")
+        module, _, class_name = place.partition(":")
         for method, needed in methods.items():
             actual = sources.parameters(module, class_name, method)
             if actual is None:
@@ -58,14 +58,16 @@ def problems(sources: WheelSources, surface: dict[str, dict[str, tuple[str, ...]
     return found
 
 
-def test_installed() -> None:
-    assert surface_problems() == []
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_installed(runner: str) -> None:
+    assert surface_problems(runner) == []
 
 
-def test_newest(newest: WheelSources) -> None:
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_newest(newest: WheelSources, runner: str) -> None:
     assert newest.version == NEWEST
     check_version(newest.version)
-    assert problems(newest, SURFACE) == []
+    assert problems(newest, SURFACES[runner]) == []
 
 
 def test_what_is_missing_would_show(newest: WheelSources) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import METHOD
-from ..refusals import ENGINE_SETTINGS, SPECULATIVE_KEYS
+from ..refusals import ENGINE_SETTINGS, ENGINE_SETTINGS_V1, ENGINE_SETTINGS_V2, SPECULATIVE_KEYS, SPECULATIVE_KEYS_V1
 
 OK, BAD, NOTE = "[green]ok[/green]", "[red]no[/red]", "[yellow]note[/yellow]"
 Finding = tuple[str, str, str]
@@ -39,7 +39,7 @@ def _plugin_findings() -> list[Finding]:
 
 
 def _vllm_findings() -> list[Finding]:
-    from ..compat import SUPPORTED, check_version, surface_problems, vllm_version
+    from ..compat import SUPPORTED, check_version, runner, surface_problems, vllm_version
 
     try:
         installed = vllm_version()
@@ -52,7 +52,7 @@ def _vllm_findings() -> list[Finding]:
         return [(BAD, "vLLM", str(error))]
     (low, high) = SUPPORTED
     findings = [(OK, "vLLM", f"{installed} ({names}); supported from {low[0]}.{low[1]}, before {high[0]}.{high[1]}")]
-    problems = surface_problems()
+    problems = surface_problems(runner())
     findings += [(BAD, "vLLM's surface", problem) for problem in problems]
     if not problems:
         findings.append((OK, "vLLM's surface", "every method the plugin overrides is there"))
@@ -67,13 +67,36 @@ def _vllm_findings() -> list[Finding]:
     return findings
 
 
+def _forced_runner() -> list[Finding]:
+    from ..compat import FORCED, runner
+
+    value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "")
+    if FORCED.get(value.lower(), runner()) == runner():
+        return []
+    return [(BAD, "VLLM_USE_V2_MODEL_RUNNER", f"is {value}, which forces the other runner: unset it")]
+
+
+def _gpu_findings(name: str) -> list[Finding]:
+    return [
+        (OK, "platform", name),
+        (OK, "runner", "vLLM's V2 model runner (the plugin chooses it)"),
+        (
+            NOTE,
+            "GPU path",
+            "proved in Triton's interpreter only: python bench/gpu_check.py in a checkout of the plugin checks and "
+            "times its kernels here",
+        ),
+        *_forced_runner(),
+    ]
+
+
 def _platform_findings() -> list[Finding]:
     from vllm.platforms import current_platform
 
+    if current_platform.is_cuda_alike():
+        return _gpu_findings(current_platform.get_device_name())
     if not current_platform.is_cpu():
-        return [
-            (BAD, "platform", f"{current_platform.device_name}: this version speculates on vLLM's CPU backend only")
-        ]
+        return [(BAD, "platform", f"{current_platform.device_name}: the plugin was built for CPU, CUDA and ROCm")]
     import torch
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -82,8 +105,7 @@ def _platform_findings() -> list[Finding]:
     kinds = ", ".join(f"{dtype}: {name}" for dtype, name in isa.items())
     findings.append((OK, "runner", "vLLM's V1 model runner (the plugin chooses it whatever Triton says)"))
     findings.append((OK, "attention", f"vLLM's own CPU kernel on trees too ({kinds}); any cache layout is fine"))
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "").lower() in ("1", "true"):
-        findings.append((BAD, "VLLM_USE_V2_MODEL_RUNNER", "forces the other runner: unset it"))
+    findings += _forced_runner()
     bind = os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
     if bind in (None, "auto"):
         findings.append(
@@ -107,9 +129,14 @@ def doctor() -> int:
         table.add_row(*finding)
     console.print(table)
     refused = Table("refused at start-up", "why", title="What the plugin does not do", title_justify="left")
-    for refusal in ENGINE_SETTINGS:
-        refused.add_row(refusal.what, refusal.reason)
-    for key, reason in SPECULATIVE_KEYS.items():
-        refused.add_row(f"{key} in speculative_config", reason)
+    for where, settings, keys in (
+        ("", ENGINE_SETTINGS, SPECULATIVE_KEYS),
+        (" (on CPUs)", ENGINE_SETTINGS_V1, SPECULATIVE_KEYS_V1),
+        (" (on GPUs)", ENGINE_SETTINGS_V2, {}),
+    ):
+        for refusal in settings:
+            refused.add_row(refusal.what + where, refusal.reason)
+        for key, reason in keys.items():
+            refused.add_row(f"{key} in speculative_config{where}", reason)
     console.print(refused)
     return 1 if any(mark == BAD for mark, _, _ in findings) else 0

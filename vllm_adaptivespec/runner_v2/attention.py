@@ -17,7 +17,7 @@ from ..triton_kernels import tree_attention
 from ..triton_kernels.tree_attention import HEAD_SIZES
 
 BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
-"""Those whose cache is ``[blocks, kv heads, block size, 2 * head size]``, keys first, and is written in its own step."""
+"""Those whose cache is ``[blocks, kv heads, block size, 2 * head size]``, keys first, written in a step of its own."""
 
 TREES = "adaptivespec_trees"
 """Attribute of vLLM's attention metadata that holds a ``TreeBatch``."""
@@ -87,7 +87,7 @@ def key_value_views(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tenso
 def with_trees(stock: type) -> type:
     """A target layer's attention, made from the stock implementation's class."""
 
-    class TreeAttention(stock):  # type: ignore[misc, valid-type]
+    class TreeAttention(stock):
         """The stock implementation, with the rows of trees in a kernel of their own."""
 
         def forward(
@@ -137,7 +137,7 @@ def with_trees(stock: type) -> type:
 def with_levels(stock: type) -> type:
     """A draft layer's attention, made from the stock implementation's class."""
 
-    class LevelAttention(stock):  # type: ignore[misc, valid-type]
+    class LevelAttention(stock):
         """The stock implementation, with the levels of growing trees in a kernel of their own."""
 
         def forward(

@@ -64,12 +64,13 @@ class TreeModelState(DefaultModelState):
             page = spec.kv_cache_spec.block_size
             if views[0].shape[1] != page:
                 raise ValueError(
-                    f"adaptivespec needs attention kernels that take vLLM's KV cache blocks whole, but blocks of {page} "
-                    f"tokens are split into {views[0].shape[1]}; set --block-size to that."
+                    f"adaptivespec needs attention kernels that take vLLM's KV cache blocks whole, but blocks of "
+                    f"{page} tokens are split into {views[0].shape[1]}; set --block-size to that."
                 )
             if page not in (16, 32, 64, 128):
                 raise ValueError(
-                    f"adaptivespec works with KV cache blocks of 16, 32, 64 or 128 tokens, not {page}; set --block-size."
+                    f"adaptivespec works with KV cache blocks of 16, 32, 64 or 128 tokens, not {page}; "
+                    "set --block-size."
                 )
             self.caches[group] = LayerCaches(views)
 
@@ -116,7 +117,6 @@ class TreeModelState(DefaultModelState):
         # vLLM puts requests with drafts first, and gives them a root and their nodes.
         assert (drafted[:num_requests] > 0).all()
         assert (lengths == drafted[:num_requests] + 1).all()
-        # A captured graph was recorded with the padded counts; its buffers say that the padding has no rows.
         return TreeBatch(
             num_rows=int(lengths.sum()),
             num_requests=num_requests,
@@ -125,12 +125,13 @@ class TreeModelState(DefaultModelState):
             context_lens=self.context_lens,
             query_starts=batch.query_start_loc[: num_requests + 1],
             max_queries=int(lengths.max()),
-            max_context=int(batch.seq_lens_cpu_upper_bound[:num_requests].max()),
+            max_context=int((batch.num_computed_tokens_np[:num_requests] + lengths).max()),
         )
 
     def _captured_trees(self, batch: Any) -> TreeBatch | None:
-        """For a graph of decodes with ``max_query_len`` rows each; plain decodes keep the stock kernel."""
-        if not 1 < batch.max_query_len <= self.store.max_nodes + 1:
+        """For a graph of decodes with equally many rows each; plain decodes keep the stock kernel."""
+        longest = batch.max_query_len or int(batch.num_scheduled_tokens.max())
+        if not 1 < longest <= self.store.max_nodes + 1:
             return None
         return TreeBatch(
             num_rows=batch.num_tokens,
@@ -139,7 +140,7 @@ class TreeModelState(DefaultModelState):
             masks=self.row_masks,
             context_lens=self.context_lens,
             query_starts=batch.query_start_loc[: batch.num_reqs + 1],
-            max_queries=batch.max_query_len,
+            max_queries=longest,
             max_context=self.max_model_len,
         )
 

@@ -80,9 +80,9 @@ class TreeRejectionSampler(RejectionSampler):
             cu_num_logits,
             torch.where(trees.is_valid, verify_draft_sampled, -1),
             trees.parents,
-            settings.log_kappas.gpu[idx_mapping],
+            settings.log_kappas[idx_mapping],
             max_nodes=store.max_nodes,
-            max_promotions=settings.max_promotions.gpu[idx_mapping],
+            max_promotions=settings.max_promotions[idx_mapping],
             protected=settings.protected[idx_mapping],
             choices=choices,
         )

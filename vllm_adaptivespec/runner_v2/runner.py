@@ -73,7 +73,7 @@ class TreeRunner:
         )
         max_draft_position = self.speculator.max_draft_position
         settings = SlotSettings(
-            config, self.max_num_reqs, min(self.max_model_len - 1, max_draft_position), bool(processors)
+            config, self.max_num_reqs, min(self.max_model_len - 1, max_draft_position), bool(processors), self.device
         )
         become(self.model_state, DefaultModelState, TreeModelState)
         self.model_state.init_adaptivespec(store, history, settings, target_layers)
@@ -92,8 +92,8 @@ def become(instance: Any, stock: type, ours: type) -> None:
     """
     if type(instance) is not stock:
         raise ValueError(
-            f"adaptivespec goes with vLLM's {stock.__name__}, but this model has {type(instance).__name__}; it cannot be "
-            "served with trees."
+            f"adaptivespec goes with vLLM's {stock.__name__}, but this model has {type(instance).__name__}; it cannot "
+            "be served with trees."
         )
     instance.__class__ = ours
 

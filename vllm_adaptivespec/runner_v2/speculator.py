@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
@@ -49,9 +49,9 @@ class TreeSpeculator(EagleSpeculator):
         self.max_fed = min((self.max_levels - 1) * self.max_width, MAX_FED)
         if requests * self.max_width > self.max_num_tokens:
             raise ValueError(
-                f"adaptivespec feeds the draft up to {self.max_width} rows for each of max_num_seqs={requests} requests, "
-                f"more than max_num_batched_tokens={self.max_num_tokens}; raise that, or lower max_num_seqs or the "
-                "width of the tree shapes."
+                f"adaptivespec feeds the draft up to {self.max_width} rows for each of max_num_seqs={requests} "
+                f"requests, more than max_num_batched_tokens={self.max_num_tokens}; raise that, or lower max_num_seqs "
+                "or the width of the tree shapes."
             )
         mapping = getattr(self.model, "draft_id_to_target_id", None)
         self.target_ids = None
@@ -199,8 +199,8 @@ class TreeSpeculator(EagleSpeculator):
         floats = logits.float()
         confidence = (floats.amax(dim=-1) - floats.logsumexp(dim=-1)).clamp(max=0.0).nan_to_num(nan=-torch.inf).exp()
         depths, widths, nodes = self.policy.shapes(confidence.double(), self.model_state.history.rates[slots])
-        width_limits = settings.widths.gpu[slots]
-        room = settings.last_positions.gpu[slots] - sample_src_positions
+        width_limits = settings.widths[slots]
+        room = settings.last_positions[slots] - sample_src_positions
         room = torch.where((idx_mapping >= 0) & (width_limits > 0), room, 0).clamp(min=0)
         widths = torch.minimum(widths, width_limits.clamp(min=1))
         depths = torch.minimum(depths, room)

@@ -1,0 +1,9 @@
+"""The suite on the GPU path."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.suite.exactness import *  # noqa: F403
+
+pytestmark = pytest.mark.engine
