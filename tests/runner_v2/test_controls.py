@@ -67,9 +67,8 @@ def test_output_shows(
     broken: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
     broken(monkeypatch)
-    wrong, error = greedy(tiny_pair, tiny_spec, oracle)
+    wrong, _ = greedy(tiny_pair, tiny_spec, oracle)
     assert wrong > 0
-    assert error > 1e-3
 
 
 def test_log_probs_show_rows_out_of_order(

@@ -33,7 +33,7 @@ def both(pair: Pair, engine: Engine, oracle: Oracle, params: Any) -> tuple[list[
         {"allowed_token_ids": list(range(100, 160))},
         {"temperature": 0.7, "seed": 5, "top_k": 20},
         {"temperature": 1.0, "seed": 5, "top_p": 0.8, "repetition_penalty": 1.2},
-        {"min_tokens": 20, "stop_token_ids": list(range(3, 250)), "ignore_eos": False},
+        {"min_tokens": 20, "stop_token_ids": list(range(3, 120)), "ignore_eos": False},
         {"stop_token_ids": list(range(3, 40)), "ignore_eos": False},
         {"max_tokens": 3},
     ],
