@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,7 @@ SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "g
 """Bytes one program may have."""
 TYPE_NAMES = {
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int64: "i64",
@@ -47,7 +49,7 @@ TYPE_NAMES = {
 OPTIONS = ("num_warps", "num_stages")
 MODULES = [
     sys.modules[f"{kernels.__name__}.{name}"]
-    for name in ("margin_acceptance", "tree_attention", "kv_commit", "tree_growth")
+    for name in ("margin_acceptance", "tree_attention", "kv_commit", "tree_growth", "tree_rows")
 ]
 
 
@@ -199,6 +201,40 @@ def growth(dtype: torch.dtype, vocab: int, max_nodes: int, max_width: int, level
     kernels.tree_masks(state.parents, state.num_nodes)
 
 
+def rows(max_nodes: int, token: torch.dtype) -> None:
+    slots, requests, count = 4, 2, 12
+    trees = SimpleNamespace(
+        parents=zeros(slots, max_nodes),
+        masks=zeros(slots, max_nodes, dtype=torch.int64),
+        depths=zeros(slots, max_nodes),
+        num_nodes=zeros(slots),
+        path=zeros(slots, max_nodes),
+        path_len=zeros(slots),
+    )
+    wide = zeros(count, dtype=torch.int64)
+    kernels.stage_rows(trees, wide, zeros(count), wide, wide, wide)
+    kernels.verify_rows(trees, wide, zeros(count), wide, zeros(count, dtype=token))
+    kernels.path_rows(trees, wide, zeros(count), wide)
+    kernels.record_step(
+        trees,
+        SimpleNamespace(rates=zeros(slots, dtype=torch.float64), misses=zeros(slots)),
+        zeros(2, dtype=torch.float64),
+        5,
+        SimpleNamespace(
+            sums=zeros(7, dtype=torch.int64),
+            shapes=zeros(9, max_nodes + 1, dtype=torch.int64),
+            margins=zeros(8, dtype=torch.int64),
+            edges=zeros(7, dtype=torch.float32),
+        ),
+        zeros(requests, dtype=torch.int64),
+        zeros(requests + 1),
+        path=zeros(requests, max_nodes),
+        num_emitted=zeros(requests),
+        promoted=zeros(requests, dtype=torch.int64),
+        first_margin=zeros(requests, dtype=torch.float32),
+    )
+
+
 CASES: dict[str, tuple[Callable[..., None], list[dict[str, Any]]]] = {
     "acceptance": (
         acceptance,
@@ -239,6 +275,7 @@ CASES: dict[str, tuple[Callable[..., None], list[dict[str, Any]]]] = {
             )
         ),
     ),
+    "rows": (rows, list(each_choice(max_nodes=(8, 16, 32, 63), token=(torch.int32, torch.int64)))),
     "growth": (
         growth,
         list(

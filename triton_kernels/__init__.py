@@ -22,6 +22,7 @@ else:
     from .margin_acceptance import Acceptance, margin_acceptance
     from .tree_attention import tree_attention
     from .tree_growth import GrowthState, grow_level, tree_masks
+    from .tree_rows import path_rows, record_step, stage_rows, verify_rows
 
     __all__ = [
         "Acceptance",
@@ -30,6 +31,10 @@ else:
         "grow_level",
         "kv_commit",
         "margin_acceptance",
+        "path_rows",
+        "record_step",
+        "stage_rows",
         "tree_attention",
         "tree_masks",
+        "verify_rows",
     ]

@@ -31,7 +31,20 @@ def run(*command: str, interpreted: bool = False) -> str:
 def test_every_kernel_builds(target: str, tmp_path: Path) -> None:
     """For sm_90 the script also fails where a default configuration spills registers."""
     report = run("bench/kernel_builds.py", "--targets", target, "--out", str(tmp_path))
-    for kernel in ("_row", "_walk", "_attention", "_merge", "_commit", "_topk", "_grow", "_mask"):
+    for kernel in (
+        "_row",
+        "_walk",
+        "_attention",
+        "_merge",
+        "_commit",
+        "_topk",
+        "_grow",
+        "_mask",
+        "_stage",
+        "_verify",
+        "_path",
+        "_record",
+    ):
         assert f"{target} {kernel}_kernel (" in report
 
 

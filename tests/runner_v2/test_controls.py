@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from tests.engine.engines import Engine, Pair, sampling
 from tests.suite.oracle import Oracle, prompts_of, tokens_of
-from vllm_adaptivespec.core.store import TreeRows, TreeStore
 from vllm_adaptivespec.runner_v2 import model_state, rejection_sampler
 
 pytestmark = pytest.mark.engine
@@ -35,21 +33,30 @@ def greedy(pair: Pair, engine: Engine, oracle: Oracle) -> tuple[int, float]:
     return wrong, error
 
 
-def with_rows(patch: pytest.MonkeyPatch, change: Callable[[TreeRows, torch.Tensor], TreeRows]) -> None:
-    rows = TreeStore.rows
-    patch.setattr(TreeStore, "rows", lambda self, slots, local: change(rows(self, slots, local), local.long()))
-
-
 def no_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(model_state, "kv_commit", lambda *args: None)
 
 
 def causal_mask(patch: pytest.MonkeyPatch) -> None:
-    with_rows(patch, lambda rows, local: dataclasses.replace(rows, masks=(torch.ones_like(local) << (local + 1)) - 1))
+    stage = model_state.stage_rows
+
+    def staged(store: Any, slots: Any, local: Any, rows: Any, row_masks: Any, positions: Any) -> Any:
+        shift = stage(store, slots, local, rows, row_masks, positions)
+        row_masks[rows] = (torch.ones_like(rows) << (local.long() + 1)) - 1
+        return shift
+
+    patch.setattr(model_state, "stage_rows", staged)
 
 
 def chain_positions(patch: pytest.MonkeyPatch) -> None:
-    with_rows(patch, lambda rows, local: dataclasses.replace(rows, depths=local))
+    stage = model_state.stage_rows
+
+    def staged(store: Any, slots: Any, local: Any, rows: Any, row_masks: Any, positions: Any) -> Any:
+        shift = stage(store, slots, local, rows, row_masks, positions)
+        positions[rows] -= shift
+        return torch.zeros_like(shift)
+
+    patch.setattr(model_state, "stage_rows", staged)
 
 
 def test_nothing_broken(tiny_pair: Pair, tiny_spec: Engine, oracle: Oracle) -> None:

@@ -14,7 +14,7 @@ import vllm_adaptivespec
 from tests.engine.engines import Engine, Pair, sampling
 from tests.suite.oracle import prompts_of
 from vllm_adaptivespec import triton_kernels
-from vllm_adaptivespec.core.store import TreeStore
+from vllm_adaptivespec.runner_v2 import model_state
 
 pytestmark = pytest.mark.engine
 
@@ -68,8 +68,8 @@ def test_none(tiny_pair: Pair, tiny_spec: Engine) -> None:
 
 
 def test_one_would_be_found(tiny_pair: Pair, tiny_spec: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "def broken(store, slots, local):\n    int(local.max())\n    return original(store, slots, local)\n"
-    namespace = {"original": TreeStore.rows}
+    source = "def broken(*args):\n    int(args[1].max())\n    return original(*args)\n"
+    namespace: dict[str, Any] = {"original": model_state.stage_rows}
     exec(compile(source, f"{OURS[0]}/broken.py", "exec"), namespace)
-    monkeypatch.setattr(TreeStore, "rows", namespace["broken"])
+    monkeypatch.setattr(model_state, "stage_rows", namespace["broken"])
     assert run(tiny_spec).found == {"__int__ in broken.py:2"}

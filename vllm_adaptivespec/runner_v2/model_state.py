@@ -10,7 +10,8 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from ..core.policy import HISTORY_START, HistoryBatch
 from ..core.store import TreeStore
-from ..triton_kernels import LayerCaches, kv_commit
+from ..core.totals import DeviceTotals
+from ..triton_kernels import LayerCaches, kv_commit, stage_rows
 from .attention import TREES, TreeBatch, key_value_views
 from .requests import SlotSettings
 
@@ -38,11 +39,17 @@ class TreeModelState(DefaultModelState):
     """Stock model state with trees. Becomes one by having its class set on the stock object."""
 
     def init_adaptivespec(
-        self, store: TreeStore, history: HistoryBatch, settings: SlotSettings, target_layers: dict[str, Any]
+        self,
+        store: TreeStore,
+        history: HistoryBatch,
+        totals: DeviceTotals,
+        settings: SlotSettings,
+        target_layers: dict[str, Any],
     ) -> None:
         """Call once the models are loaded."""
         self.store = store
         self.history = history
+        self.totals = totals
         self.settings = settings
         self.target_layers = target_layers
         self.step: VerificationStep | None = None
@@ -158,13 +165,10 @@ class TreeModelState(DefaultModelState):
             input_batch.expanded_idx_mapping,
             input_batch.expanded_local_pos,
         )
-        trees = self.store.rows(slots, local)
-        self.row_masks[rows] = trees.masks
-        starts = input_batch.query_start_loc[: input_batch.num_reqs + 1]
+        shift = stage_rows(self.store, slots, local, rows, self.row_masks, input_batch.positions)
         num_reqs = input_batch.num_reqs
-        self.context_lens[:num_reqs] = input_batch.seq_lens[:num_reqs] - starts.diff()
-        shift = trees.depths - local
-        input_batch.positions.index_add_(0, rows, shift)
+        starts = input_batch.query_start_loc[: num_reqs + 1]
+        torch.sub(input_batch.seq_lens[:num_reqs], starts.diff(), out=self.context_lens[:num_reqs])
         num_requests = int((input_batch.num_draft_tokens_per_req > 0).sum())
         self.step = VerificationStep(num_requests, rows, slots, local, shift, starts)
         return inputs
@@ -174,7 +178,7 @@ class TreeModelState(DefaultModelState):
     def restore_positions(self, positions: torch.Tensor) -> None:
         """Give the rows a chain's positions again, which vLLM's sampling and drafting go by."""
         assert self.step is not None
-        positions.index_add_(0, self.step.rows, -self.step.shift)
+        positions.index_add_(0, self.step.rows, self.step.shift, alpha=-1)
 
     def postprocess_state(self, idx_mapping: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Commit the accepted paths: before the draft reads them, and before another step can share their blocks."""

@@ -9,19 +9,20 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from ..core.totals import DeviceTotals
-from ..triton_kernels import margin_acceptance
+from ..core.policy import HISTORY_START
+from ..triton_kernels import margin_acceptance, path_rows, record_step, verify_rows
 from .model_state import TreeModelState
 
 
 class TreeRejectionSampler(RejectionSampler):
     """Walks trees by exact match and the margin rule. Becomes one by having its class set on the stock object."""
 
-    def init_adaptivespec(self, model_state: TreeModelState, totals: DeviceTotals) -> None:
+    def init_adaptivespec(self, model_state: TreeModelState) -> None:
         """Call once the models are loaded."""
         self.model_state = model_state
-        self.totals = totals
-        self.path_rows: torch.Tensor | None = None
+        history = model_state.history
+        self.constants = torch.tensor([history.decay, HISTORY_START], dtype=torch.float64, device=model_state.device)
+        self.verified: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         self.model_state.restore_positions(input_batch.positions)
@@ -52,14 +53,13 @@ class TreeRejectionSampler(RejectionSampler):
         """
         state = self.model_state
         store, settings = state.store, state.settings
-        trees = store.rows(expanded_idx_mapping, expanded_local_pos)
-        positions = pos + (trees.depths - expanded_local_pos)
+        rows = verify_rows(store, expanded_idx_mapping, expanded_local_pos, pos, verify_draft_sampled)
         processed = self.sampler.apply_sampling_params(
             logits,
             expanded_idx_mapping,
             idx_mapping,
             idx_mapping_np,
-            positions,
+            rows.positions,
             draft_sampled,
             expanded_local_pos,
             seq_lens_upper_bound_np,
@@ -70,7 +70,7 @@ class TreeRejectionSampler(RejectionSampler):
             expanded_idx_mapping,
             sampling.temperature.gpu,
             sampling.seeds.gpu,
-            positions,
+            rows.positions,
             apply_temperature=False,
             is_drafting=False,
             use_fp64=self.sampler.use_fp64_gumbel,
@@ -78,24 +78,28 @@ class TreeRejectionSampler(RejectionSampler):
         accepted = margin_acceptance(
             processed,
             cu_num_logits,
-            torch.where(trees.is_valid, verify_draft_sampled, -1),
-            trees.parents,
+            rows.tokens,
+            rows.parents,
             settings.log_kappas[idx_mapping],
             max_nodes=store.max_nodes,
             max_promotions=settings.max_promotions[idx_mapping],
             protected=settings.protected[idx_mapping],
             choices=choices,
         )
-        num_accepted = accepted.num_emitted - 1
-        store.path[idx_mapping] = accepted.path
-        store.path_len[idx_mapping] = num_accepted
-        self.path_rows = store.rows_in_path_order(expanded_idx_mapping, expanded_local_pos)
-
-        num_scheduled = cu_num_logits.diff() - 1
-        depth = store.scheduled_depths(idx_mapping, num_scheduled)
-        state.history.observe(idx_mapping, num_accepted, depth)
-        num_nodes = torch.minimum(num_scheduled, store.num_nodes[idx_mapping])
-        self.totals.observe(depth, num_nodes, accepted.num_emitted, accepted.promoted, accepted.first_margin)
+        record_step(
+            store,
+            state.history,
+            self.constants,
+            state.history.reset_after,
+            state.totals,
+            idx_mapping,
+            cu_num_logits,
+            path=accepted.path,
+            num_emitted=accepted.num_emitted,
+            promoted=accepted.promoted,
+            first_margin=accepted.first_margin,
+        )
+        self.verified = expanded_idx_mapping, expanded_local_pos
         return processed, accepted.emitted, accepted.num_emitted
 
     def _get_logprobs_tensors(
@@ -109,8 +113,9 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> Any:
         """vLLM reads token ``k``'s log-probability from row ``k``: give it the rows of the accepted path."""
         if max_num_logprobs != NO_LOGPROBS:
-            assert self.path_rows is not None
-            logits = logits[torch.arange(len(logits), device=logits.device) + self.path_rows]
+            assert self.verified is not None
+            in_order = torch.arange(len(logits), device=logits.device)
+            logits = logits[path_rows(self.model_state.store, *self.verified, in_order)]
         return super()._get_logprobs_tensors(
             sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
         )

@@ -76,11 +76,10 @@ class TreeRunner:
             config, self.max_num_reqs, min(self.max_model_len - 1, max_draft_position), bool(processors), self.device
         )
         become(self.model_state, DefaultModelState, TreeModelState)
-        self.model_state.init_adaptivespec(store, history, settings, target_layers)
+        totals = DeviceTotals(config.policy().largest.depth, nodes, self.device)
+        self.model_state.init_adaptivespec(store, history, totals, settings, target_layers)
         become(self.rejection_sampler, RejectionSampler, TreeRejectionSampler)
-        self.rejection_sampler.init_adaptivespec(
-            self.model_state, DeviceTotals(config.policy().largest.depth, nodes, self.device)
-        )
+        self.rejection_sampler.init_adaptivespec(self.model_state)
         self.speculator.init_adaptivespec(config, self.model_state, draft_layers)
 
 

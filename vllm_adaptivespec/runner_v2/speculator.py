@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from ..config import AdaptiveSpecConfig
-from ..triton_kernels import GrowthState, grow_level, tree_masks
+from ..triton_kernels import GrowthState, grow_level, path_rows, tree_masks
 from ..triton_kernels.tree_growth import MAX_FED, MAX_WIDTH
 from .attention import LevelBatch
 from .model_state import TreeModelState
@@ -165,9 +165,9 @@ class TreeSpeculator(EagleSpeculator):
         """Move accepted rows to where a chain has them, in place: the first pass reads a request's first rows."""
         step = self.model_state.step
         assert step is not None
-        source = step.rows + self.model_state.store.rows_in_path_order(step.slots, step.local)
+        source = path_rows(self.model_state.store, step.slots, step.local, step.rows)
         for tensor in (input_batch.input_ids, last_hidden_states, *(aux_hidden_states or ())):
-            tensor[step.rows] = tensor[source]
+            tensor.index_copy_(0, step.rows, tensor.index_select(0, source))
 
     def _prefill(self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         # Requests beyond the head's positions get no drafts; their rows must not read past its rotary table either.
@@ -286,7 +286,7 @@ class TreeSpeculator(EagleSpeculator):
         # The first pass ended one position before the root's; level l is fed l positions further.
         positions = (self.root_positions[:num_reqs] - 1 + growth.levels).clamp(0, self.max_draft_position - 1)
         buffers.positions[:rows] = positions[:, None].expand(-1, self.max_width).reshape(-1)
-        self.hidden_states[:rows] = self.hidden_states[growth.frontier_rows.flatten()]
+        self.hidden_states[:rows] = self.hidden_states.index_select(0, growth.frontier_rows.flatten())
         last_hidden, hidden = self._run_model(rows, metadata, {}, num_tokens_across_dp=None)
         self.hidden_states[:rows] = hidden[:rows]
         grow_level(growth, self._draft_logits(last_hidden[:rows]), first=False, **self._limits(num_reqs))

@@ -16,7 +16,7 @@ class TreeWorker:
 
     def adaptivespec_stats(self) -> dict[str, Any]:
         """Running totals of speculation."""
-        return self.model_runner.rejection_sampler.totals.read().as_dict()
+        return self.model_runner.model_state.totals.read().as_dict()
 
 
 class AdaptiveSpecGPUWorker(TreeWorker, Worker):
