@@ -23,9 +23,10 @@ env:
 # An engine freezes vLLM's environment variables for its process, and a kernel is interpreted or not for its process, so
 # the tests of either do not share one with the others.
 test: env
-	$(PYTEST) --ignore tests/engine --ignore tests/kernels $(ARGS)
+	$(PYTEST) --ignore tests/engine --ignore tests/kernels --ignore tests/runner_v2 $(ARGS)
 	$(PYTEST) tests/kernels $(ARGS)
 	$(PYTEST) tests/engine $(ARGS)
+	$(PYTEST) tests/runner_v2 $(ARGS)
 
 lint: env
 	$(VENV)/bin/ruff check .
