@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Read by vLLM when it is imported or when an engine starts.
 os.environ.update(
@@ -22,8 +23,9 @@ os.environ.update(
 
 import pytest
 
-from tests.engine.engines import Engine, Pair, start, start_tiny
+from tests.engine.engines import Engine, Pair, start
 from tests.engine.oracle import ANSWERS, OracleProposer
+from tests.suite.fixtures import crowded, crowded_engine, tiny_pair, tiny_spec  # noqa: F401
 from tests.suite.oracle import Oracle, Size
 from tests.tiny_models import make_tiny_models
 from vllm_adaptivespec.cli.models import demo_head, demo_target
@@ -36,22 +38,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_pair(tiny: tuple[Path, Path]) -> Pair:
-    """The tiny target plain and with the plugin."""
-    target, head = tiny
-    return Pair(start_tiny(target, None, 64), start_tiny(target, head, 64))
-
-
-@pytest.fixture(scope="session")  # an engine that ends takes the process groups of all others with it
-def crowded_engine(tiny: tuple[Path, Path]) -> Engine:
-    """Six requests on blocks for about three: requests are preempted and resumed all the time."""
-    return start_tiny(*tiny, 14)
-
-
-@pytest.fixture
-def crowded(crowded_engine: Engine) -> Iterator[Engine]:
-    with crowded_engine.restored():
-        yield crowded_engine
+def spec_options() -> dict[str, Any]:
+    """The plugin's keys beside the head."""
+    return {}
 
 
 @pytest.fixture
@@ -64,15 +53,9 @@ def oracle() -> Oracle:
 @pytest.fixture(scope="session")
 def size() -> Size:
     """How much each test of the suite runs."""
-    return Size(lengths=(5, 33, 70, 1, 100, 62), num_tokens=90, parameter_tokens=40, crowded_tokens=90)
-
-
-@pytest.fixture
-def tiny_spec(tiny_pair: Pair) -> Iterator[Engine]:
-    """The speculating tiny engine, with everything a test may have changed put back afterwards."""
-    engine = tiny_pair.spec
-    with engine.restored():
-        yield engine
+    return Size(
+        lengths=(5, 33, 70, 1, 100, 62), num_tokens=90, parameter_tokens=40, crowded_tokens=90, cache_tokens=120
+    )
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ sys.path.append(str(Path(__file__).parent / "interpreter"))
 import pytest
 
 import tests.runner_v2.cpu  # noqa: F401 - what it changes in vLLM holds for the plain engines too
-from tests.engine.engines import Engine, Pair, start_tiny
 from tests.interpreter import hasten
 from tests.runner_v2.oracle import ANSWERS, OracleSpeculator
+from tests.suite.fixtures import crowded, crowded_engine, tiny_pair, tiny_spec  # noqa: F401
 from tests.suite.oracle import Oracle, Size
 from tests.tiny_models import make_tiny_models
 
@@ -45,29 +44,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_pair(tiny: tuple[Path, Path]) -> Pair:
-    """The tiny target plain and with the plugin."""
-    target, head = tiny
-    return Pair(start_tiny(target, None, 64), start_tiny(target, head, 64, **SMALL))
-
-
-@pytest.fixture
-def tiny_spec(tiny_pair: Pair) -> Iterator[Engine]:
-    """The speculating tiny engine, with everything a test may have changed put back afterwards."""
-    with tiny_pair.spec.restored():
-        yield tiny_pair.spec
-
-
-@pytest.fixture(scope="session")
-def crowded_engine(tiny: tuple[Path, Path]) -> Engine:
-    """Six requests on blocks for about three: requests are preempted and resumed all the time."""
-    return start_tiny(*tiny, 14, **SMALL)
-
-
-@pytest.fixture
-def crowded(crowded_engine: Engine) -> Iterator[Engine]:
-    with crowded_engine.restored():
-        yield crowded_engine
+def spec_options() -> dict[str, Any]:
+    """The plugin's keys beside the head."""
+    return SMALL
 
 
 @pytest.fixture
@@ -80,4 +59,4 @@ def oracle() -> Oracle:
 @pytest.fixture(scope="session")
 def size() -> Size:
     """How much each test of the suite runs."""
-    return Size(lengths=(5, 33, 70, 1), num_tokens=40, parameter_tokens=20, crowded_tokens=56)
+    return Size(lengths=(5, 33, 70, 1), num_tokens=40, parameter_tokens=20, crowded_tokens=56, cache_tokens=50)

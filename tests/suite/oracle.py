@@ -46,13 +46,14 @@ class Size:
 
     Args:
         lengths: of prompts.
-        num_tokens, parameter_tokens, crowded_tokens: of output, in the three kinds of tests.
+        num_tokens, parameter_tokens, crowded_tokens, cache_tokens: of output, in the four kinds of tests.
     """
 
     lengths: tuple[int, ...]
     num_tokens: int
     parameter_tokens: int
     crowded_tokens: int
+    cache_tokens: int
 
 
 @dataclass
