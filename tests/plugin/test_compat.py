@@ -47,11 +47,11 @@ class TestSurface:
         assert compat.surface_problems(runner) == []
 
     def test_each_path_looks_at_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+        from vllm.v1.worker.gpu_worker import Worker
 
-        monkeypatch.delattr(DefaultModelState, "prepare_attn")
+        monkeypatch.delattr(Worker, "_make_model_runner")
         assert compat.surface_problems("v1") == []
-        assert "DefaultModelState.prepare_attn is missing" in compat.surface_problems("v2")[0]
+        assert compat.surface_problems("v2") == ["vllm.v1.worker.gpu_worker:Worker._make_model_runner is missing"]
 
     def test_renamed_method(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.v1.sample.sampler import Sampler

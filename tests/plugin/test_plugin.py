@@ -154,6 +154,7 @@ class TestOurMethod:
         from vllm_adaptivespec import compat
 
         monkeypatch.setattr(compat, "runner", lambda: "v2")
+        monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
         user = speculative_config(num_speculative_tokens_per_batch_size=[[1, 4, 8], [5, 256, 4]])
         config = engine_args(speculative_config=user, async_scheduling=True).create_engine_config()
         assert config.parallel_config.worker_cls == WORKER_CLASSES["v2"]

