@@ -13,6 +13,8 @@ from vllm_adaptivespec.core.policy import StaticPolicy, TreePolicy, TreeShape
 PARTS = ("drafter", "rejection_sampler", "speculator", "model_state")
 """Of the model runners, whichever has them."""
 SETTINGS = ("policy", "adaptivespec")
+KEPT: list[Engine] = []
+"""Every engine of this process: one that is collected takes the process groups of all others with it."""
 
 
 @dataclass
@@ -101,7 +103,7 @@ def start(spec: dict[str, Any] | None, **kwargs: Any) -> Engine:
 
     if spec is not None:
         spec = {"method": "adaptivespec", **spec}
-    return Engine(
+    engine = Engine(
         LLM(
             dtype="float32",
             enforce_eager=True,
@@ -113,6 +115,8 @@ def start(spec: dict[str, Any] | None, **kwargs: Any) -> Engine:
             **kwargs,
         )
     )
+    KEPT.append(engine)
+    return engine
 
 
 def start_tiny(model: Path, head: Path | None, num_blocks: int, **spec: Any) -> Engine:

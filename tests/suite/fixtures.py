@@ -25,7 +25,7 @@ def tiny_spec(tiny_pair: Pair) -> Iterator[Engine]:
         yield tiny_pair.spec
 
 
-@pytest.fixture(scope="session")  # an engine that ends takes the process groups of all others with it
+@pytest.fixture(scope="session")
 def crowded_engine(tiny: tuple[Path, Path], spec_options: dict[str, Any]) -> Engine:
     """Six requests on blocks for about three: requests are preempted and resumed all the time."""
     return start_tiny(*tiny, 14, **spec_options)
