@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.engines import Engine, sampling
 from tests.engine.smol import assert_equal
@@ -75,25 +73,3 @@ def test_log_probs_are_those_without_speculation(smol: Engine, plain_smol: Engin
     prompts = [list(tokenizer.encode(PROMPTS[1]))]
     for params in (sampling(10, logprobs=1), sampling(10, logprobs=1, temperature=0.8, top_p=0.9, seed=7)):
         assert_equal(smol.generate(prompts, params), plain_smol.generate(prompts, params))
-
-
-def test_grammars_get_chains(smol: Engine, plain_smol: Engine) -> None:
-    """Beside a request with trees, one whose masks are computed along the list of its drafts."""
-    tokenizer = smol.llm.get_tokenizer()
-    prompts = [list(tokenizer.encode(text)) for text in PROMPTS]
-    grammar = StructuredOutputsParams(regex="(Rhine|Danube), (Rhone|Volga) and the (Thames|Seine)")
-
-    def params() -> list[Any]:
-        return [
-            sampling(8),
-            sampling(20, structured_outputs=grammar, ignore_eos=False, detokenize=True),
-        ]
-
-    expected = plain_smol.generate(prompts, params())
-    before = smol.llm.collective_rpc("adaptivespec_stats")[0]
-    outputs = smol.generate(prompts, params())
-    after = smol.llm.collective_rpc("adaptivespec_stats")[0]
-    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
-    assert re.fullmatch(grammar.regex, outputs[1].outputs[0].text.strip())
-    chains, verified = (after[k] - before[k] for k in ("chains", "verifications"))
-    assert 0 < chains < verified

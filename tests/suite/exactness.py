@@ -34,7 +34,8 @@ def test_prefix_hits_on_accepted_blocks(tiny_pair: Pair, tiny_spec: Engine, orac
     kept = size.num_tokens - 6
     longer = [p + answer[:kept] for p, answer in zip(prompts, answers, strict=True)]
     outputs = tiny_spec.generate(longer, sampling(6))
-    assert sum(o.num_cached_tokens for o in outputs) >= 32 * len(longer)
+    # vLLM leaves a request's last cached block out, for the draft's sake.
+    assert sum(o.num_cached_tokens for o in outputs) >= 16 * len(longer)
     assert tokens_of(outputs) == [answer[kept:] for answer in answers]
 
 
