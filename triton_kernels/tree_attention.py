@@ -10,6 +10,7 @@ from .checks import FLOATS, check_starts, check_tensor, require
 from .limits import MAX_NODES
 
 HEAD_SIZES = (64, 80, 96, 128, 160, 192, 256)
+PAGE_SIZES = (16, 32, 64, 128)
 MIN_SPLIT = 256
 """Shortest part of a context that is worth a program of its own."""
 MAX_SPLITS = 64
@@ -329,7 +330,7 @@ def tree_attention(
     shape = (num_blocks, page, kv_heads, head_size)
     check_tensor("key_cache", key_cache, shape, (query.dtype,), device, contiguous=False)
     check_tensor("value_cache", value_cache, shape, (query.dtype,), device, contiguous=False)
-    require(page in (16, 32, 64, 128), f"key_cache: block sizes are 16, 32, 64 or 128, is {page}")
+    require(page in PAGE_SIZES, f"key_cache: block sizes are 16, 32, 64 or 128, is {page}")
     require(kv_heads > 0 and num_heads % kv_heads == 0, f"{num_heads} query heads cannot share {kv_heads} evenly")
     nodes_shape = (node_key.shape[0], kv_heads, head_size)
     check_tensor("node_key", node_key, nodes_shape, (query.dtype,), device, contiguous=False)

@@ -55,7 +55,6 @@ class LevelBatch:
     """Attention metadata of one draft level: a frontier over the committed tokens and the nodes fed before.
 
     Args:
-        num_requests: requests, each with the same number of rows.
         block_table: ``[num_requests, max_blocks]`` int32.
         context_lens: ``[num_requests]`` int32 tokens in the draft's cache.
         query_starts, node_starts: ``[num_requests + 1]`` int32.
@@ -65,7 +64,6 @@ class LevelBatch:
         max_queries, max_nodes, max_context: host-side bounds.
     """
 
-    num_requests: int
     block_table: torch.Tensor
     context_lens: torch.Tensor
     query_starts: torch.Tensor

@@ -12,6 +12,7 @@ from ..core.policy import HISTORY_START, HistoryBatch
 from ..core.store import TreeStore
 from ..core.totals import DeviceTotals
 from ..triton_kernels import LayerCaches, kv_commit, stage_rows
+from ..triton_kernels.tree_attention import PAGE_SIZES
 from .attention import TREES, TreeBatch, key_value_views
 from .requests import SlotSettings
 
@@ -25,6 +26,7 @@ class VerificationStep:
         rows: ``[num_logits]`` int64 token row of each logits row.
         slots, local: ``[num_logits]`` request slot of each logits row, and its place among its request's.
         shift: ``[num_logits]`` int64 what was added to the rows' positions.
+        query_starts: ``[num_requests_in_batch + 1]`` int32 first token row of each request.
     """
 
     num_requests: int
@@ -74,7 +76,7 @@ class TreeModelState(DefaultModelState):
                     f"adaptivespec needs attention kernels that take vLLM's KV cache blocks whole, but blocks of "
                     f"{page} tokens are split into {views[0].shape[1]}; set --block-size to that."
                 )
-            if page not in (16, 32, 64, 128):
+            if page not in PAGE_SIZES:
                 raise ValueError(
                     f"adaptivespec works with KV cache blocks of 16, 32, 64 or 128 tokens, not {page}; "
                     "set --block-size."

@@ -259,7 +259,6 @@ class TreeSpeculator(EagleSpeculator):
         fed_rows = torch.where(used, self.first_fed[:num_reqs] + fed, self.spare_row).flatten()
         return {
             name: LevelBatch(
-                num_requests=num_reqs,
                 block_table=self.block_tables.input_block_tables[self.kv_groups[name]][:num_reqs],
                 context_lens=self.root_positions[:num_reqs],
                 query_starts=self.level_starts[: num_reqs + 1],
