@@ -75,7 +75,8 @@ class AdaptiveSpecConfig:
         margin_threshold_floor: lowest kappa a request may ask for; the server's own ``margin_threshold`` if not set,
             so that callers can make their output more exact but not less.
         max_promotions_per_step: most promotions of one request in one step; null for no limit.
-        tree_policy: ``"adaptive"`` (by draft confidence and acceptance history) or ``"static"``.
+        tree_policy: ``"throughput"`` (what is expected to pay, over the whole batch; CPUs only), ``"adaptive"`` (by
+            draft confidence and acceptance history) or ``"static"``.
         static_shape: ``[depth, width, drafted nodes]`` of the static policy.
         low_confidence_shape, high_confidence_shape: what the adaptive policy interpolates between. The defaults did
             better than the paper's [3, 4, 3] and [7, 1, 7] in acceptance length per level (bench/results).
@@ -125,8 +126,8 @@ class AdaptiveSpecConfig:
         if promotions is not None:
             promotions = _count("max_promotions_per_step", promotions, 1)
         policy = raw.get("tree_policy", cls.tree_policy)
-        if policy not in ("adaptive", "static"):
-            raise _fail("tree_policy", policy, '"adaptive" or "static"')
+        if policy not in ("throughput", "adaptive", "static"):
+            raise _fail("tree_policy", policy, '"throughput", "adaptive" or "static"')
         shapes = {
             key: _shape(key, raw[key], nodes) if key in raw else _fit(getattr(cls, key), nodes)
             for key in ("static_shape", "low_confidence_shape", "high_confidence_shape")
@@ -154,7 +155,7 @@ class AdaptiveSpecConfig:
         }
 
     def policy(self) -> TreePolicy:
-        """The configured tree policy."""
+        """The configured policy, if it is one that decides for each request by itself."""
         from .core.policy import AdaptivePolicy, StaticPolicy, TreeShape
 
         if self.tree_policy == "static":
@@ -175,7 +176,9 @@ class AdaptiveSpecConfig:
             rule = f"LOSSY, margin_threshold={self.margin_threshold}: output may differ from the target model's own"
         else:
             rule = "lossless"
-        if self.tree_policy == "static":
+        if self.tree_policy == "throughput":
+            shapes = "sized by what they cost and bring"
+        elif self.tree_policy == "static":
             shapes = f"static {list(self.static_shape)}"
         else:
             shapes = f"adaptive {list(self.low_confidence_shape)} to {list(self.high_confidence_shape)}"

@@ -95,25 +95,28 @@ class DraftTree:
             return self
         return DraftTree(self.tokens[:num_nodes], self.parents[:num_nodes])
 
-    def limit_leaves(self, max_leaves: int) -> DraftTree:
-        """Drop nodes, worst first, until at most ``max_leaves`` (>= 1) paths remain."""
+    def within_leaves(self, max_leaves: int) -> list[int]:
+        """The nodes left when nodes are dropped, worst first, until at most ``max_leaves`` (>= 1) paths remain."""
         kept: list[int] = []
-        parents: dict[int, int] = {ROOT: ROOT}
         has_child: set[int] = set()
         num_leaves = 0
         for node, parent in enumerate(self.parents):
-            if parent not in parents:
+            if parent != ROOT and parent not in kept:
                 continue  # its parent was dropped
             opens_path = parent == ROOT or parent in has_child
             if opens_path and (num_leaves == max_leaves):
                 continue
             num_leaves += opens_path
             has_child.add(parent)
-            parents[node] = len(kept)
             kept.append(node)
-        if len(kept) == len(self):
+        return kept
+
+    def subset(self, nodes: Sequence[int]) -> DraftTree:
+        """The tree of some nodes, in ascending order and with all their parents."""
+        if len(nodes) == len(self):
             return self
-        return DraftTree(tuple(self.tokens[n] for n in kept), tuple(parents[self.parents[n]] for n in kept))
+        index = {ROOT: ROOT, **{node: i for i, node in enumerate(nodes)}}
+        return DraftTree(tuple(self.tokens[n] for n in nodes), tuple(index[self.parents[n]] for n in nodes))
 
     def ancestor_mask(self) -> torch.Tensor:
         """``[num_nodes, num_nodes]`` bool: whether a row's node may attend to a column's (ancestors and itself)."""

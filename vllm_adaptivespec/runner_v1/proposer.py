@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +13,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from ..core.growth import TreeGrowth
-from ..core.tree import DraftTree
+from ..core.valued_growth import ValuedGrowth
 from .attention import BranchWriter, BranchWrites, KeyValue
 from .branch_blocks import RequestBranches
-from .state import RequestSpeculation
+from .state import Candidate, RequestSpeculation
 
 if TYPE_CHECKING:
     from .runner import AdaptiveSpecModelRunner
@@ -30,21 +32,25 @@ class Drafting:
         cached_row: of each candidate fed to the draft, its row in the recorded keys and values.
         hidden_row: of each candidate fed last, its row in the last pass's output.
         beams: for each path block (0: the request's own), the candidate that lies at each depth.
+        tails_copied: branch blocks that have the committed tail.
     """
 
     request: int
     request_id: str
     speculation: RequestSpeculation
     position: int
-    growth: TreeGrowth
+    growth: TreeGrowth | ValuedGrowth
     branches: RequestBranches | None = None
     cached_row: dict[int, int] = field(default_factory=dict)
     hidden_row: dict[int, int] = field(default_factory=dict)
     beams: list[dict[int, int]] = field(default_factory=list)
+    tails_copied: int = 0
 
     def assign_beams(self) -> list[int]:
         """A path block for each frontier node: its parent's where that is free, so that least is written again."""
         growth = self.growth
+        while len(self.beams) < len(growth.frontier):
+            self.beams.append({})
         taken: dict[int, int] = {}
         for index, beam in enumerate(self.beams):
             for node in growth.frontier:
@@ -56,6 +62,11 @@ class Drafting:
             if node not in taken:
                 taken[node] = free.pop(0)
         return [taken[node] for node in growth.frontier]
+
+
+def valued(draftings: Sequence[Drafting]) -> list[ValuedGrowth]:
+    """Their trees, under the throughput policy."""
+    return [d.growth for d in draftings if isinstance(d.growth, ValuedGrowth)]
 
 
 class TreeProposer(EagleProposer):
@@ -102,7 +113,7 @@ class TreeProposer(EagleProposer):
         metadata.slot_mapping = slots
         return metadata, rows
 
-    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
+    def propose(self, num_speculative_tokens: int, **kwargs: Any) -> list[list[int]]:
         """Draft one tree per request.
 
         Returns:
@@ -110,67 +121,114 @@ class TreeProposer(EagleProposer):
             the runner until vLLM schedules their tokens.
         """
         metadata: CommonAttentionMetadata = kwargs["common_attn_metadata"]
-        # With nothing to draft, the stock method runs the first pass, which keeps the draft's cache complete.
-        super().propose(0, *args, **kwargs)
+        runner = self.runner
+        candidates = self._candidates()
+        throughput = runner.throughput
+        if throughput is not None:
+            candidates = throughput.choose(candidates)
+            if candidates:
+                last_hidden, hidden = throughput.first_pass(self, candidates, kwargs)
+            else:
+                throughput.skip(kwargs)
+        else:
+            self.stock_first_pass(kwargs)
+            last_hidden, hidden = self.take_first_pass()
+            roots = (metadata.query_start_loc_cpu[1:] - 1)[[c.request for c in candidates]]
+            last_hidden, hidden = last_hidden[roots], hidden[roots]
         self.num_speculative_tokens = num_speculative_tokens
-        assert self.first_pass is not None
-        last_hidden, hidden = self.first_pass
-        self.first_pass = None
-        ends = (metadata.query_start_loc_cpu[1:] - 1).tolist()
-        drafted: list[list[int]] = [[] for _ in ends]
-        draftings = self._start(last_hidden, ends)
-        if draftings:
-            roots = torch.tensor([ends[d.request] for d in draftings])
-            self._grow(draftings, hidden[roots], metadata)
-        for drafting in draftings:
-            tree = self._finish(drafting)
-            drafting.speculation.tree = tree
-            drafted[drafting.request] = list(tree.tokens)
+        drafted: list[list[int]] = [[] for _ in runner.input_batch.req_ids]
+        if candidates:
+            draftings = self._start(candidates, last_hidden)
+            self._grow(draftings, hidden, metadata)
+            if throughput is not None:
+                throughput.policy.select(valued(draftings))
+            for drafting in draftings:
+                drafted[drafting.request] = self._finish(drafting)
+        if throughput is not None:
+            throughput.clock.finish(throughput.rows_to_read if candidates else 0)
         return drafted
 
-    def _start(self, last_hidden: torch.Tensor, ends: list[int]) -> list[Drafting]:
-        """Decide each request's shape from its root distribution and take the first level."""
+    def stock_first_pass(self, kwargs: dict[str, Any]) -> None:
+        """With nothing to draft, the stock method runs the first pass, which keeps the draft's cache complete."""
+        super().propose(0, **kwargs)
+
+    def take_first_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs of the first pass that just ran, ``[num_rows, hidden_size]``: for logits, and for the next level."""
+        assert self.first_pass is not None
+        outputs, self.first_pass = self.first_pass, None
+        return outputs
+
+    def _candidates(self) -> list[Candidate]:
+        """The requests that may be drafted for, with their limits."""
         runner = self.runner
         candidates = []
         for i, request_id in enumerate(runner.input_batch.req_ids):
             speculation = runner.speculation[request_id]
-            speculation.tree = None
+            speculation.tree = speculation.drafted = None
             limits = runner.draft_limits(i, request_id)
             if limits.depth > 0:
-                candidates.append((i, request_id, speculation, limits))
-        if not candidates:
-            return []
-        widest = max(limits.width for *_, limits in candidates)
+                candidates.append(Candidate(i, request_id, speculation, limits))
+        return candidates
+
+    def _start(self, candidates: list[Candidate], last_hidden: torch.Tensor) -> list[Drafting]:
+        """Start every candidate's tree and take its first level.
+
+        Args:
+            last_hidden: ``[len(candidates), hidden_size]`` at the roots.
+        """
+        runner = self.runner
+        widest = max(c.limits.width for c in candidates)
         # A level's rows must fit into the draft model's buffers.
         widest = min(widest, max(self.max_num_tokens // len(candidates), 1))
-        log_probs, tokens = self._children(last_hidden[torch.tensor([ends[c[0]] for c in candidates])], widest)
+        log_probs, tokens = self._children(last_hidden, widest)
+        growths: Sequence[TreeGrowth | ValuedGrowth]
+        if runner.throughput is not None:
+            growths = runner.throughput.open()
+        else:
+            growths = [
+                self._shaped_growth(c, widest, float(torch.tensor(row[0]).exp()))
+                for c, row in zip(candidates, log_probs, strict=True)
+            ]
         draftings = []
-        for row, (i, request_id, speculation, limits) in enumerate(candidates):
-            confidence = float(torch.tensor(log_probs[row][0]).exp())
-            shape = runner.policy.shape(confidence, speculation.history)
-            width = min(limits.width, widest, 1 + runner.branches.available(request_id))
-            shape = shape.clipped(depth=limits.depth, width=width, nodes=limits.nodes)
-            base = runner.root_position(i)
-            if shape.width > 1 and base % self.block_size + shape.depth >= self.block_size:
-                # A tree must fit into the tail block, which its branches stand in for.
-                shape = replace(shape, width=1)
-            if shape.width == 1:
-                shape = replace(shape, nodes=min(shape.nodes, shape.depth))
-            drafting = Drafting(i, request_id, speculation, base - 1, TreeGrowth(shape))
-            if shape.width > 1:
-                drafting.branches = runner.branches.ensure(request_id, min(shape.width, shape.nodes) - 1)
-            drafting.beams = [{} for _ in range(min(shape.width, shape.nodes))]
-            drafting.growth.expand([log_probs[row]], [tokens[row]])
-            draftings.append(drafting)
+        for row, (candidate, growth) in enumerate(zip(candidates, growths, strict=True)):
+            position = runner.root_position(candidate.request) - 1
+            growth.expand([log_probs[row]], [tokens[row]])
+            draftings.append(Drafting(candidate.request, candidate.request_id, candidate.speculation, position, growth))
+        if runner.throughput is not None:
+            runner.throughput.policy.assess(valued(draftings))
         return draftings
 
-    def _finish(self, drafting: Drafting) -> DraftTree:
-        tree = drafting.growth.tree()
+    def _shaped_growth(self, candidate: Candidate, widest: int, confidence: float) -> TreeGrowth:
+        """A tree whose shape is decided from its root's distribution."""
+        runner, limits = self.runner, candidate.limits
+        assert runner.policy is not None
+        shape = runner.policy.shape(confidence, candidate.speculation.history)
+        width = min(limits.width, widest, 1 + runner.branches.available(candidate.request_id))
+        shape = shape.clipped(depth=limits.depth, width=width, nodes=limits.nodes)
+        base = runner.root_position(candidate.request)
+        if shape.width > 1 and base % self.block_size + shape.depth >= self.block_size:
+            # A tree must fit into the tail block, which its branches stand in for.
+            shape = replace(shape, width=1)
+        if shape.width == 1:
+            shape = replace(shape, nodes=min(shape.nodes, shape.depth))
+        return TreeGrowth(shape)
+
+    def _finish(self, drafting: Drafting) -> list[int]:
+        """Hand the tree over to the request; returns its tokens."""
+        growth, speculation = drafting.growth, drafting.speculation
+        tree = growth.tree()
+        if not len(tree):
+            return []
+        nodes: Sequence[int] = range(len(tree))
         if not tree.is_chain:
             branches = self.runner.branches
-            tree = tree.limit_leaves(1 + branches.available(drafting.request_id))
+            nodes = tree.within_leaves(1 + branches.available(drafting.request_id))
+            tree = tree.subset(nodes)
             branches.ensure(drafting.request_id, len(tree.leaves) - 1)
-        return tree
+        speculation.tree = tree
+        if isinstance(growth, ValuedGrowth):
+            speculation.drafted = growth.drafted().subset(nodes)
+        return list(tree.tokens)
 
     def _grow(self, draftings: list[Drafting], hidden: torch.Tensor, metadata: CommonAttentionMetadata) -> None:
         """Run the draft model level by level until no tree has a node worth expanding.
@@ -182,34 +240,45 @@ class TreeProposer(EagleProposer):
             drafting.hidden_row = dict.fromkeys(drafting.growth.frontier, row)
         history: dict[str, list[KeyValue]] = {}
         cached_rows = 0
-        self._copy_tails(draftings, metadata)
+        throughput = self.runner.throughput
         while growing := [d for d in draftings if d.growth.frontier]:
+            start = time.perf_counter()
             rows = [
                 (d, node, beam) for d in growing for node, beam in zip(d.growth.frontier, d.assign_beams(), strict=True)
             ]
+            self._copy_tails(growing, metadata)
             last_hidden, hidden = self._run_level(rows, hidden, metadata, history, cached_rows)
             widest = max(d.growth.shape.width for d in growing)
             log_probs, tokens = self._children(last_hidden, widest)
             offset = 0
+            rows_of: list[dict[int, int]] = []
             for drafting in growing:
                 frontier = drafting.growth.frontier
-                rows_of = {node: offset + r for r, node in enumerate(frontier)}
-                drafting.cached_row.update((node, cached_rows + row) for node, row in rows_of.items())
+                rows_of.append({node: offset + r for r, node in enumerate(frontier)})
+                drafting.cached_row.update((node, cached_rows + row) for node, row in rows_of[-1].items())
                 end = offset + len(frontier)
                 drafting.growth.expand(log_probs[offset:end], tokens[offset:end])
-                drafting.hidden_row = {n: rows_of[drafting.growth.parents[n]] for n in drafting.growth.frontier}
                 offset = end
+            if throughput is not None:
+                throughput.policy.assess(valued(growing))
+            for drafting, own in zip(growing, rows_of, strict=True):
+                drafting.hidden_row = {n: own[drafting.growth.parents[n]] for n in drafting.growth.frontier}
             cached_rows += len(rows)
+            if throughput is not None:
+                throughput.clock.level(len(rows), time.perf_counter() - start)
 
     def _copy_tails(self, draftings: list[Drafting], metadata: CommonAttentionMetadata) -> None:
-        """Give the branch blocks the draft layers' committed tail, on which the levels' attention builds."""
+        """Give new beams a branch block with the draft layers' committed tail, on which the levels build."""
         source, target = [], []
         for d in draftings:
+            branches = self.runner.branches.ensure(d.request_id, len(d.beams) - 1) if len(d.beams) > 1 else None
             tail, filled = divmod(d.position + 1, self.block_size)
-            if d.branches is not None and d.growth.frontier and filled:
-                blocks = d.branches.blocks[: len(d.beams) - 1]
-                source += [int(metadata.block_table_tensor[d.request, tail])] * len(blocks)
-                target += blocks
+            if branches is not None:
+                blocks = branches.blocks[d.tails_copied : len(d.beams) - 1]
+                if filled:
+                    source += [int(metadata.block_table_tensor[d.request, tail])] * len(blocks)
+                    target += blocks
+                d.branches, d.tails_copied = branches, len(d.beams) - 1
         if source:
             self.runner.draft_cache.copy_blocks(source, target)
 

@@ -20,11 +20,14 @@ from ..config import AdaptiveSpecConfig
 from ..core.branches import TRUNK
 from ..core.policy import TreeShape
 from ..core.stats import SpecStats
+from ..core.throughput import ThroughputPolicy
 from .attention import BranchWriter, BranchWrites, StackedCache, install
+from .backlog import DraftBacklog
 from .branch_blocks import BranchPool, why_no_branches, with_branch_blocks
 from .proposer import TreeProposer
 from .sampler import TreeSampler
 from .state import RequestSpeculation, StepTree
+from .throughput import ThroughputDrafter
 
 logger = init_logger("vllm.adaptivespec")
 
@@ -38,7 +41,8 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
     def init_adaptivespec(self, config: AdaptiveSpecConfig) -> None:
         """Call right after construction; ``load_model`` finishes the set-up."""
         self.adaptivespec = config
-        self.policy = config.policy()
+        self.policy = None if config.tree_policy == "throughput" else config.policy()
+        self.throughput: ThroughputDrafter | None = None
         self.stats = SpecStats()
         self.speculation: dict[str, RequestSpeculation] = {}
         self.step_trees: list[StepTree] = []
@@ -84,7 +88,25 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
             self.num_branch_blocks = 0
         self.block_size = block_size
         self.branches = BranchPool(first_branch_block, self.num_branch_blocks)
+        if self.adaptivespec.tree_policy == "throughput":
+            backlog = DraftBacklog(first_branch_block * block_size, self.draft_state_size, self.dtype)
+            self.throughput = ThroughputDrafter(self, ThroughputPolicy(), backlog)
         logger.info("adaptivespec set %d KV cache blocks aside for tree branches.", self.num_branch_blocks)
+
+    @property
+    def draft_state_size(self) -> int:
+        """Hidden states of one token that the draft reads; call once the models are loaded."""
+        layers = 1
+        if self.use_aux_hidden_state_outputs:
+            layers = len(
+                self._get_eagle3_aux_layers_from_config() or self.model.get_eagle3_default_aux_hidden_state_layers()
+            )
+        return layers * self.model_config.get_hidden_size()
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.throughput is not None:
+            self.throughput.begin_step(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
     # ---- requests ----
 
@@ -97,7 +119,7 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
         for request_id in interrupted | scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self.branches.release(request_id)
             if request_id in self.speculation:
-                self.speculation[request_id].tree = None
+                self.speculation[request_id].interrupt()
         return result
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
@@ -279,6 +301,7 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
         sampler.trees = {step.request: step.tree for step in self.step_trees}
         sampler.rules = {step.request: step.speculation.rule for step in self.step_trees}
         output = super()._sample(logits, spec_decode_metadata)
+        learned = []
         for step in self.step_trees:
             walk = sampler.walks[step.request]
             step.accepted = walk.path
@@ -286,6 +309,10 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
                 continue  # vLLM's placeholders for a request that was not drafted for
             step.speculation.history.observe(len(walk.path), step.tree.depth)
             self.stats.observe(walk)
+            if step.speculation.drafted is not None:
+                learned.append((step.speculation.outcomes, step.speculation.drafted, walk))
+        if self.throughput is not None:
+            self.throughput.policy.observe_walks(learned)
         self._commit()
         sampler.trees, sampler.rules = {}, {}
         return output

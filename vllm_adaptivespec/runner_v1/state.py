@@ -9,8 +9,10 @@ from vllm.sampling_params import SamplingParams
 from ..config import AdaptiveSpecConfig, RequestOptions
 from ..core.acceptance import MarginRule
 from ..core.branches import BranchLayout
-from ..core.policy import AcceptanceHistory
+from ..core.calibration import RequestHistory
+from ..core.policy import AcceptanceHistory, TreeShape
 from ..core.tree import DraftTree
+from ..core.valued_growth import DraftedNodes
 from .branch_blocks import RequestBranches
 
 
@@ -25,6 +27,10 @@ class RequestSpeculation:
         chain_only: True where its masks are computed along the list of drafts, so that only chains are right.
         max_tokens: most tokens it may still be asked for in all; None for no limit.
         tree: drafted last, not yet verified.
+        outcomes: what the throughput policy knows of its past drafts.
+        drafted: what that policy assumed of the tree's nodes.
+        draft_read: leading tokens that the draft has read; None where it has yet to be found out, -1 where some can
+            never be. Kept under the throughput policy only.
     """
 
     rule: MarginRule
@@ -33,6 +39,9 @@ class RequestSpeculation:
     chain_only: bool
     max_tokens: int | None
     tree: DraftTree | None = None
+    outcomes: RequestHistory = field(default_factory=RequestHistory)
+    drafted: DraftedNodes | None = None
+    draft_read: int | None = None
 
     @classmethod
     def new(cls, params: SamplingParams, config: AdaptiveSpecConfig) -> RequestSpeculation:
@@ -54,8 +63,25 @@ class RequestSpeculation:
         """
         tree, self.tree = self.tree, None
         if tree is not None and list(tree.tokens[: len(scheduled)]) == scheduled:
+            if self.drafted is not None:
+                self.drafted = self.drafted.subset(range(len(scheduled)))
             return tree.prefix(len(scheduled))
+        self.drafted = None
         return DraftTree.chain(scheduled)
+
+    def interrupt(self) -> None:
+        """The request was preempted, or comes back from it: its cache is new."""
+        self.tree = self.drafted = self.draft_read = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A request that may be drafted for in this step: its index in the batch, and its limits."""
+
+    request: int
+    request_id: str
+    speculation: RequestSpeculation
+    limits: TreeShape
 
 
 @dataclass

@@ -28,7 +28,12 @@ class AdaptiveSpecCPUWorker(CPUWorker):
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         runner = self.model_runner
-        block_bytes = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+        specs = self.get_kv_cache_spec().values()
+        block_bytes = sum(spec.page_size_bytes for spec in specs)
+        if runner.adaptivespec.tree_policy == "throughput":
+            # Beside every cached token lie the hidden states that the draft may have yet to read.
+            state_bytes = max(s.block_size for s in specs) * runner.draft_state_size * runner.dtype.itemsize
+            available = available * block_bytes // (block_bytes + state_bytes)
         runner.num_branch_blocks = plan_branch_blocks(
             available,
             block_bytes,
@@ -39,7 +44,9 @@ class AdaptiveSpecCPUWorker(CPUWorker):
 
     def adaptivespec_stats(self) -> dict[str, Any]:
         """Running totals of speculation, for ``LLM.collective_rpc("adaptivespec_stats")``."""
-        return self.model_runner.stats.as_dict()
+        stats = self.model_runner.stats.as_dict()
+        throughput = self.model_runner.throughput
+        return stats if throughput is None else stats | {"policy": throughput.policy.as_dict()}
 
     def adaptivespec_leaks(self) -> dict[str, int]:
         """What the plugin still holds for requests; all zero when no request is running."""

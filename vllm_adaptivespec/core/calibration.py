@@ -1,0 +1,138 @@
+"""How likely a drafted token is to be accepted: a logistic model, learned online from what was and was not.
+
+For a child of a node that the walk reaches,
+``P(accepted) = sigmoid(w . x)`` with ``x`` = 1, the log-odds of its draft probability, the log of its rank among its
+siblings, the log of its depth, the request's history, and how lossy the request may be (1 - kappa). A node's own
+probability is the product along its path. With kappa < 1 promotions count as accepted, so they are in the estimate.
+
+The weights are updated by one Newton step per verified batch on the outcomes of all children of the nodes that were
+reached; old outcomes fade towards the prior.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+FEATURES = ("one", "log-odds", "log rank", "log depth", "history", "lossiness")
+BEFORE_HISTORY = 4
+PRIOR_MEAN = np.array([-0.2, 0.8, -0.3, 0.0, 0.5, 0.5])
+PRIOR_DEVIATION = np.array([0.5, 0.3, 0.4, 0.3, 0.4, 0.7])
+MEMORY = 4000.0
+"""Outcomes after which an old one has faded to 1/e."""
+LOG_ODDS = (-7.0, 5.0)
+"""Draft probabilities are trusted within these log-odds."""
+HISTORY_DECAY = 0.93
+"""Weight that a request's earlier outcomes keep per verification."""
+HISTORY_PRIOR = 2.0
+"""Accepted tokens' worth of doubt in a request's history."""
+BINS = 10
+
+
+def log_odds(log_probs: np.ndarray) -> np.ndarray:
+    """Log-odds of draft log-probabilities, clipped; any shape."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        odds = log_probs - np.log1p(-np.exp(np.minimum(log_probs, -1e-9)))
+    return np.clip(np.nan_to_num(odds, nan=LOG_ODDS[0]), *LOG_ODDS)
+
+
+def sigmoid(values: np.ndarray) -> np.ndarray:
+    """Logistic function of moderate values."""
+    return 1.0 / (1.0 + np.exp(-np.clip(values, -30.0, 30.0)))
+
+
+@dataclass(eq=False)
+class RequestHistory:
+    """How a request's drafts fared against what was expected of them, newest counting most."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+    verifications: int = 0
+
+    @property
+    def feature(self) -> float:
+        """Log of accepted over expected, shrunk towards 0."""
+        return math.log((HISTORY_PRIOR + self.accepted) / (HISTORY_PRIOR + self.expected))
+
+    def observe(self, accepted: float, expected: float) -> None:
+        """Add a verification: accepted children, and the sum of what the model without history expected of them."""
+        self.accepted = HISTORY_DECAY * self.accepted + accepted
+        self.expected = HISTORY_DECAY * self.expected + expected
+        self.verifications += 1
+
+
+@dataclass
+class Reliability:
+    """Predicted against observed: counts, predicted sums and accepted nodes by bin of the predicted probability."""
+
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
+    predicted: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
+    accepted: np.ndarray = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
+
+    def observe(self, probabilities: np.ndarray, outcomes: np.ndarray) -> None:
+        """Add nodes that were drafted, with whether they were accepted."""
+        bins = np.minimum((probabilities * BINS).astype(int), BINS - 1)
+        self.counts += np.bincount(bins, minlength=BINS)
+        self.predicted += np.bincount(bins, probabilities, BINS)
+        self.accepted += np.bincount(bins, outcomes, BINS).astype(np.int64)
+
+    def as_dict(self) -> dict[str, list[float]]:
+        """Plain values: the bins' counts, mean predicted probability and observed share (0 where there is none)."""
+        some = np.maximum(self.counts, 1)
+        return {
+            "counts": self.counts.tolist(),
+            "predicted": (self.predicted / some).round(4).tolist(),
+            "accepted": (self.accepted / some).round(4).tolist(),
+        }
+
+
+class AcceptanceModel:
+    """The logistic model; see the module."""
+
+    def __init__(self) -> None:
+        self.weights = PRIOR_MEAN.copy()
+        self.prior_precision = np.diag(PRIOR_DEVIATION**-2.0)
+        self.precision = self.prior_precision.copy()
+        self.reliability = Reliability()
+        self.outcomes = 0
+
+    @staticmethod
+    def features(
+        odds: np.ndarray, rank: np.ndarray, depth: np.ndarray, history: np.ndarray, lossiness: np.ndarray
+    ) -> np.ndarray:
+        """``[n, len(FEATURES)]`` of children.
+
+        Args:
+            odds: ``[n]`` clipped log-odds of the draft probability.
+            rank, depth: ``[n]`` from 1.
+            history: ``[n]`` of the request.
+            lossiness: ``[n]`` ``1 - kappa``.
+        """
+        return np.stack([np.ones_like(odds), odds, np.log(rank), np.log(depth), history, lossiness], axis=1)
+
+    def probabilities(self, features: np.ndarray) -> np.ndarray:
+        """``[n]`` of being accepted once the parent is."""
+        return sigmoid(features @ self.weights)
+
+    def without_history(self, features: np.ndarray) -> np.ndarray:
+        """The same as if nothing were known of the request."""
+        return sigmoid(features @ self.weights - features[:, BEFORE_HISTORY] * self.weights[BEFORE_HISTORY])
+
+    def update(self, features: np.ndarray, outcomes: np.ndarray) -> None:
+        """Learn from children whose parent was reached.
+
+        Args:
+            features: ``[n, len(FEATURES)]``.
+            outcomes: ``[n]`` 1.0 where the walk went on there.
+        """
+        if not len(outcomes):
+            return
+        keep = math.exp(-len(outcomes) / MEMORY)
+        p = self.probabilities(features)
+        fading = (1 - keep) * self.prior_precision
+        self.precision = keep * self.precision + fading + (features.T * (p * (1 - p))) @ features
+        gradient = features.T @ (outcomes - p) + fading @ (PRIOR_MEAN - self.weights)
+        self.weights = self.weights + np.linalg.solve(self.precision, gradient)
+        self.outcomes += len(outcomes)
