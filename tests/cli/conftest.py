@@ -24,6 +24,9 @@ for line in requests:
     token_ids = [[len(text), request["max_tokens"], bound] for text in request["prompts"]]
     counters = {"drafts": 10, "drafted": 30, "accepted": 7} if first["speculative_config"] else {}
     answer = {"seconds": 0.1, "token_ids": token_ids, "counters": counters, "peak_rss_mib": 11.0}
+    if "arrivals" in request:
+        answer["times"] = [[arrival, arrival + 0.25, arrival + 1.0] for arrival in request["arrivals"]]
+        answer["seconds"] = answer["times"][-1][2]
     print(json.dumps(answer), file=replies, flush=True)
 """
 

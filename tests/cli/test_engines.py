@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,18 +131,69 @@ class FakeEngine:
     def run(self, prompts, max_tokens, ignore_eos):
         return {"heard": [self.model, prompts, max_tokens, ignore_eos]}
 
+    def serve(self, prompts, max_tokens, arrivals, limit):
+        return {"served": [prompts, max_tokens, arrivals, limit]}
+
 
 def test_worker_speaks_the_protocol(monkeypatch):
     monkeypatch.setattr(engine_worker, "MeasuredEngine", FakeEngine)
     lines = [
         {"model": "m", "speculative_config": None, "options": {}},
         {"prompts": ["p"], "max_tokens": 3, "ignore_eos": False},
+        {"prompts": ["p", "q"], "max_tokens": 3, "arrivals": [0.0, 0.5], "limit": None},
     ]
     requests = iter([json.dumps(line) + "\n" for line in lines] + [""])
     answers = []
     engine_worker.serve(lambda: next(requests), answers.append)
     assert set(answers[0]) == {"seconds", "peak_rss_mib"}
-    assert answers[1:] == [{"heard": ["m", ["p"], 3, False]}]
+    assert answers[1:] == [{"heard": ["m", ["p"], 3, False]}, {"served": [["p", "q"], 3, [0.0, 0.5], None]}]
+
+
+class FakeLLMEngine:
+    """Each step takes a second of its own clock and brings every request one of `tokens` tokens."""
+
+    def __init__(self, tokens):
+        self.now, self.tokens, self.left, self.first, self.at_once = 100.0, tokens, {}, {}, []
+
+    def submit(self, index):
+        self.left[index] = self.tokens
+
+    def sleep(self, seconds):
+        assert not self.left, "an engine with requests is stepped"
+        self.now += seconds
+
+    def step(self):
+        self.at_once.append(len(self.left))
+        self.now += 1.0
+        outputs = []
+        for index in list(self.left):
+            self.left[index] -= 1
+            self.first.setdefault(index, self.now)
+            finished = self.left[index] == 0
+            metrics = SimpleNamespace(first_token_ts=self.first[index])
+            outputs.append(SimpleNamespace(request_id=str(index), finished=finished, metrics=metrics))
+            if finished:
+                del self.left[index]
+        return outputs
+
+
+def driven(arrivals, limit, tokens=2):
+    fake = FakeLLMEngine(tokens)
+    outputs, times = engine_worker.drive(fake, fake.submit, arrivals, limit, lambda: fake.now, fake.sleep)
+    assert sorted(outputs) == list(range(len(arrivals)))
+    return fake, times
+
+
+def test_a_closed_loop_keeps_as_many_requests_going_as_it_may():
+    fake, times = driven([0.0] * 4, limit=2)
+    assert fake.at_once == [2, 2, 2, 2]
+    assert times == [[0, 1, 2], [0, 1, 2], [2, 3, 4], [2, 3, 4]]
+
+
+def test_an_open_loop_waits_for_arrivals_and_not_for_answers():
+    fake, times = driven([0.5, 1.0, 9.0], limit=None)
+    assert fake.at_once == [1, 2, 1, 1, 1], "the second one arrives in the first one's first step"
+    assert times == [[0.5, 1.5, 2.5], [1.5, 2.5, 3.5], [9.0, 10.0, 11.0]]
 
 
 def test_counters_are_differences():

@@ -6,6 +6,8 @@ Started by `engines.Engine`; the protocol is there and here and nowhere else:
     <- {"seconds", "peak_rss_mib"}                               when the engine is ready
     -> {"prompts": [text], "max_tokens", "ignore_eos"}
     <- {"seconds", "token_ids": [[id]], "counters", "peak_rss_mib"}
+    -> {"prompts": [text], "max_tokens", "arrivals": [second], "limit"}
+    <- the same and {"times": [[submitted, first token, finished]]}
     -> end of file                                               the process ends
 """
 
@@ -16,15 +18,18 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+Clock = Callable[[], float]
 
 # Keys of a run's counters -> vLLM's own metrics. "drafts" are verifications that had something to verify.
 VLLM_COUNTERS = {
     "drafts": "vllm:spec_decode_num_drafts",
     "drafted": "vllm:spec_decode_num_draft_tokens",
     "accepted": "vllm:spec_decode_num_accepted_tokens",
+    "preemptions": "vllm:num_preemptions",
 }
 # Running totals that AdaptiveSpec's worker answers to collective_rpc("adaptivespec_stats").
 OWN_COUNTERS = ("verifications", "drafted", "accepted", "promoted", "emitted", "depth_sum")
@@ -50,6 +55,50 @@ def restart_peak_rss() -> None:
     clear = Path("/proc/self/clear_refs")
     if clear.exists():
         clear.write_text("5")
+
+
+def drive(
+    engine: Any,
+    submit: Callable[[int], None],
+    arrivals: Sequence[float],
+    limit: int | None,
+    clock: Clock = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[dict[int, Any], list[list[float]]]:
+    """Submit requests to a vLLM engine at their arrival times (seconds from now) and step it until all are done.
+
+    Args:
+        engine: a `vllm.v1.engine.llm_engine.LLMEngine` in this process, with statistics on.
+        submit: adds the request with this index, under the index as its id.
+        arrivals: ascending. A request that is due while `limit` are in flight waits for one of them to finish, so
+            that zeros are a closed loop of `limit` clients.
+        clock: the one that vLLM stamps first tokens with.
+
+    Returns:
+        Outputs by index, and of every request the times of its submission, its first token and its end.
+    """
+    start = clock()
+    outputs: dict[int, Any] = {}
+    times = [[0.0, 0.0, 0.0] for _ in arrivals]
+    submitted = 0
+    while len(outputs) < len(arrivals):
+        while (
+            submitted < len(arrivals)
+            and arrivals[submitted] <= clock() - start
+            and (limit is None or submitted - len(outputs) < limit)
+        ):
+            times[submitted][0] = clock() - start
+            submit(submitted)
+            submitted += 1
+        if submitted == len(outputs):
+            sleep(max(arrivals[submitted] - (clock() - start), 0.0))
+            continue
+        for output in engine.step():
+            if output.finished:
+                index = int(output.request_id)
+                outputs[index] = output
+                times[index][1:] = [output.metrics.first_token_ts - start, clock() - start]
+    return outputs, times
 
 
 class MeasuredEngine:
@@ -99,6 +148,30 @@ class MeasuredEngine:
             "peak_rss_mib": peak_rss_mib(),
         }
 
+    def serve(self, prompts: list[str], max_tokens: int, arrivals: list[float], limit: int | None) -> dict[str, Any]:
+        """Serve greedily what arrives over time, every answer `max_tokens` long; see `drive`."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        inputs = [tokens_input(self.encode(text)) for text in prompts]
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        engine = self.llm.llm_engine
+        self.llm.reset_prefix_cache()
+        before = self.counters()
+        outputs, times = drive(
+            engine, lambda index: engine.add_request(str(index), inputs[index], sampling), arrivals, limit
+        )
+        return {
+            "seconds": max(finished for _, _, finished in times),
+            "token_ids": [list(outputs[index].outputs[0].token_ids) for index in range(len(prompts))],
+            "counters": difference(before, self.counters()),
+            "peak_rss_mib": peak_rss_mib(),
+            "times": times,
+        }
+
 
 def serve(read_line: Callable[[], str], reply: Callable[[dict[str, Any]], None]) -> None:
     """Build the engine from the first line, then answer one line after the other until there are no more."""
@@ -107,7 +180,8 @@ def serve(read_line: Callable[[], str], reply: Callable[[dict[str, Any]], None])
     restart_peak_rss()
     reply({"seconds": time.perf_counter() - start, "peak_rss_mib": peak_rss_mib()})
     while line := read_line():
-        reply(engine.run(**json.loads(line)))
+        request = json.loads(line)
+        reply(engine.serve(**request) if "arrivals" in request else engine.run(**request))
 
 
 def main() -> None:

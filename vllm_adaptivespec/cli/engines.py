@@ -67,12 +67,13 @@ class EngineSettings:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512  # every engine start runs that many, and longer prompts go in chunks
     kv_cache_mib: int = 512
+    block_size: int | None = None  # None: vLLM's own choice
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     preload: Path | None = None
 
     def options(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
-        return {
+        options = {
             "dtype": self.dtype,
             "enforce_eager": self.eager,
             "max_model_len": self.max_model_len,
@@ -83,6 +84,7 @@ class EngineSettings:
             "distributed_executor_backend": "uni",
             "seed": 0,
         }
+        return options if self.block_size is None else {**options, "block_size": self.block_size}
 
     def environment(self, name: str) -> dict[str, str]:
         """Environment of an engine process.
@@ -193,6 +195,14 @@ class Engine:
     def generate(self, prompts: Sequence[str], max_tokens: int, ignore_eos: bool = False) -> dict[str, Any]:
         """Generate for these prompts at once; see `engine_worker.MeasuredEngine.run`."""
         return self._ask({"prompts": list(prompts), "max_tokens": max_tokens, "ignore_eos": ignore_eos})
+
+    def serve(
+        self, prompts: Sequence[str], max_tokens: int, arrivals: Sequence[float], limit: int | None = None
+    ) -> dict[str, Any]:
+        """Serve prompts that arrive over time, at most `limit` at once; see `engine_worker.MeasuredEngine.serve`."""
+        return self._ask(
+            {"prompts": list(prompts), "max_tokens": max_tokens, "arrivals": list(arrivals), "limit": limit}
+        )
 
     def close(self) -> None:
         """End the process: it stops at the end of its requests."""
