@@ -120,10 +120,10 @@ class TestPrefix:
         assert FORKED.prefix(100) is FORKED
 
 
-class TestLimitLeaves:
+class TestWithinLeaves:
     def test_by_hand(self) -> None:
-        assert FORKED.limit_leaves(2) == DraftTree((10, 11, 12, 14, 15), (ROOT, ROOT, 0, 1, 2))
-        assert FORKED.limit_leaves(1) == DraftTree((10, 12, 15), (ROOT, 0, 1))
+        assert FORKED.subset(FORKED.within_leaves(2)) == DraftTree((10, 11, 12, 14, 15), (ROOT, ROOT, 0, 1, 2))
+        assert FORKED.subset(FORKED.within_leaves(1)) == DraftTree((10, 12, 15), (ROOT, 0, 1))
 
     @given(numbered_trees(), st.integers(1, 6))
     def test_keeps_every_node_that_opens_no_further_path(self, tree: DraftTree, max_leaves: int) -> None:
@@ -133,13 +133,13 @@ class TestLimitLeaves:
             path = node_path(tree, node)
             if (path[:-1] in kept or len(path) == 1) and len(leaf_nodes(kept | {path})) <= max_leaves:
                 kept.add(path)
-        limited = tree.limit_leaves(max_leaves)
+        limited = tree.subset(tree.within_leaves(max_leaves))
         token_paths = [tuple(100 + n for n in p) for p in sorted(kept, key=lambda p: p[-1])]
         assert [tuple(limited.tokens[n] for n in node_path(limited, n)) for n in range(len(limited))] == token_paths
 
     @given(numbered_trees(min_nodes=1), st.integers(1, 6))
     def test_properties(self, tree: DraftTree, max_leaves: int) -> None:
-        limited = tree.limit_leaves(max_leaves)
+        limited = tree.subset(tree.within_leaves(max_leaves))
         assert len(limited.leaves) == min(max_leaves, len(tree.leaves))
         if len(tree.leaves) <= max_leaves:
             assert limited is tree

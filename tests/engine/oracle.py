@@ -14,8 +14,8 @@ ANSWERS = Answers()
 class OracleProposer(TreeProposer):
     """Drafts as usual, which keeps the draft's cache as usual, then puts oracle trees in place of the drafts."""
 
-    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
-        drafted = super().propose(num_speculative_tokens, *args, **kwargs)
+    def propose(self, num_speculative_tokens: int, **kwargs: Any) -> list[list[int]]:
+        drafted = super().propose(num_speculative_tokens, **kwargs)
         runner = self.runner
         for i, request_id in enumerate(runner.input_batch.req_ids):
             state = runner.requests[request_id]
@@ -26,10 +26,10 @@ class OracleProposer(TreeProposer):
             tree = ANSWERS.tree(state.prompt_token_ids, request_id, done, limits.depth, limits.nodes, width)
             if tree is None:
                 continue
-            tree = tree.limit_leaves(1 + runner.branches.available(request_id))
+            tree = tree.subset(tree.within_leaves(1 + runner.branches.available(request_id)))
             if tree.depth > room and not tree.is_chain:
                 tree = DraftTree.chain([tree.tokens[n] for n in tree.path(tree.leaves[0])])
             runner.branches.ensure(request_id, len(tree.leaves) - 1)
-            runner.speculation[request_id].tree = tree
+            runner.speculation[request_id].tree, runner.speculation[request_id].drafted = tree, None
             drafted[i] = list(tree.tokens)
         return drafted

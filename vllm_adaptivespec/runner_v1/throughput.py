@@ -202,7 +202,8 @@ class ThroughputDrafter:
             )
             last_hidden, hidden = proposer.take_first_pass()
             last = metadata.query_start_loc_cpu[1:].tolist()
-            done = torch.tensor([end - 1 for r, end in zip(part, last, strict=True) if r.end == ends[r.request]])
+            finished = [end - 1 for r, end in zip(part, last, strict=True) if r.end == ends[r.request]]
+            done = torch.tensor(finished, dtype=torch.int64)
             roots.append((last_hidden[done], hidden[done]))
             self.backlog.cached(slots)
         return torch.cat([a for a, _ in roots]), torch.cat([b for _, b in roots])
