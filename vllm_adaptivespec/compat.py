@@ -30,6 +30,8 @@ RUNNER_V1: Surface = {
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner": {
         "load_model": (),
         "initialize_kv_cache": ("kv_cache_config",),
+        "execute_model": ("scheduler_output",),
+        "_get_eagle3_aux_layers_from_config": (),
         "_update_states": ("scheduler_output",),
         "_prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
         "_get_slot_mappings": (),
@@ -41,7 +43,14 @@ RUNNER_V1: Surface = {
     },
     "vllm.v1.spec_decode.eagle:EagleProposer": {
         "prepare_inputs": ("common_attn_metadata", "sampled_token_ids", "num_draft_tokens"),
-        "propose": ("num_speculative_tokens", "next_token_ids", "common_attn_metadata"),
+        "propose": (
+            "num_speculative_tokens",
+            "target_token_ids",
+            "target_positions",
+            "target_hidden_states",
+            "next_token_ids",
+            "common_attn_metadata",
+        ),
         "build_per_group_and_layer_attn_metadata": ("common_attn_metadata", "draft_index"),
         "_set_positions": ("num_tokens", "positions"),
         "_get_slot_mapping": ("num_tokens", "slot_mapping"),

@@ -22,6 +22,10 @@ PRIOR_MEAN = np.array([-0.2, 0.8, -0.3, 0.0, 0.5, 0.5])
 PRIOR_DEVIATION = np.array([0.5, 0.3, 0.4, 0.3, 0.4, 0.7])
 MEMORY = 4000.0
 """Outcomes after which an old one has faded to 1/e."""
+SURPRISE_DECAY, SURPRISE_LIMIT = 0.98, 3.5
+"""Of the running sum of outcomes less expectations, in standard deviations: past the limit conditions have changed."""
+DOUBT = 0.75
+"""Share of what was learned that is then given up."""
 LOG_ODDS = (-7.0, 5.0)
 """Draft probabilities are trusted within these log-odds."""
 HISTORY_DECAY = 0.93
@@ -97,6 +101,9 @@ class AcceptanceModel:
         self.precision = self.prior_precision.copy()
         self.reliability = Reliability()
         self.outcomes = 0
+        self.improvements = 0
+        """How often drafts turned out to have become better than was believed."""
+        self._surplus = self._variance = 0.0
 
     @staticmethod
     def features(
@@ -133,6 +140,16 @@ class AcceptanceModel:
         p = self.probabilities(features)
         fading = (1 - keep) * self.prior_precision
         self.precision = keep * self.precision + fading + (features.T * (p * (1 - p))) @ features
+        self._notice_change(p, outcomes)
         gradient = features.T @ (outcomes - p) + fading @ (PRIOR_MEAN - self.weights)
         self.weights = self.weights + np.linalg.solve(self.precision, gradient)
         self.outcomes += len(outcomes)
+
+    def _notice_change(self, expected: np.ndarray, outcomes: np.ndarray) -> None:
+        """Doubt what was learned where outcomes persistently differ from it."""
+        self._surplus = SURPRISE_DECAY * self._surplus + float((outcomes - expected).sum())
+        self._variance = SURPRISE_DECAY * self._variance + float((expected * (1 - expected)).sum())
+        if abs(self._surplus) > SURPRISE_LIMIT * math.sqrt(self._variance + 1.0):
+            self.precision = (1 - DOUBT) * self.precision + DOUBT * self.prior_precision
+            self.improvements += self._surplus > 0
+            self._surplus = self._variance = 0.0

@@ -25,6 +25,10 @@ NOISE_START, NOISE_LEAST, NOISE_MOST = 0.05, 0.02, 0.3
 NOISE_DECAY = 0.02
 OUTLIER = 3.0
 """Standard deviations from which a timing counts less the farther away it is."""
+BIAS_DECAY, BIAS_LIMIT = 0.1, 1.5
+"""Of the running mean of errors, in standard deviations: past the limit it is no noise, and the curve is doubted."""
+DOUBT = 0.25
+"""Share of the prior's variance that is then added."""
 
 _LOG_KNOTS = np.log(KNOTS)
 
@@ -84,7 +88,8 @@ class Curve:
         self.covariance[index, index] = [sd**2 for _, sd in prior.terms]
         self.noise = NOISE_START
         self.observations = 0
-        self._most = self.covariance.diagonal().copy()
+        self._prior = self.covariance.copy()
+        self._bias = 0.0
         self._knots = knots
 
     def predict(self, first: int, count: int, terms: np.ndarray | None = None) -> np.ndarray:
@@ -119,16 +124,20 @@ class Curve:
         covariance = self.covariance
         covariance[: self._knots, : self._knots] += DRIFT**2
         diagonal = np.einsum("ii->i", covariance)
-        diagonal += np.where(diagonal < self._most, SHAPE_DRIFT**2, 0.0)
+        diagonal += np.where(diagonal < self._prior.diagonal(), SHAPE_DRIFT**2, 0.0)
         gain = covariance @ x
         expected_variance = float(x @ gain)
         error = log_value - float(x @ self.mean)
-        surprise = abs(error) / math.sqrt(expected_variance + self.noise**2)
-        noise = self.noise * max(1.0, surprise / OUTLIER)
+        surprise = error / math.sqrt(expected_variance + self.noise**2)
+        noise = self.noise * max(1.0, abs(surprise) / OUTLIER)
         variance = expected_variance + noise**2
         self.mean = self.mean + gain * (error / variance)
         self.covariance = covariance - np.outer(gain, gain / variance)
         self.observations += 1
+        self._bias += BIAS_DECAY * (min(max(surprise, -OUTLIER), OUTLIER) - self._bias)
+        if abs(self._bias) > BIAS_LIMIT:
+            self.covariance = self.covariance + DOUBT * self._prior
+            self._bias = 0.0
         # The filter's own uncertainty is no noise of the machine.
         seen = min(max(error**2 - expected_variance, 0.0), (OUTLIER * self.noise) ** 2)
         square = (1 - NOISE_DECAY) * self.noise**2 + NOISE_DECAY * seen

@@ -52,7 +52,7 @@ SLEEP_LOSS = -0.005
 VALUE_WEIGHT = 0.3
 """Weight of the newest of the values that decide it."""
 PROBE_STEPS = 3
-PROBE_INTERVAL = (4, 1024)
+PROBE_INTERVAL = (4, 512)
 """Steps without drafts before the first probe, and at most; doubled by every probe."""
 PROBE_SHARE = 8
 """One in so many requests takes part in a probe."""
@@ -410,7 +410,11 @@ class ThroughputPolicy:
             everywhere[walk.path] = 1.0
             self.acceptance.reliability.observe(drafted.probabilities, everywhere)
         if features:
+            improvements = self.acceptance.improvements
             self.acceptance.update(np.concatenate(features), np.concatenate(outcomes))
+            if self.acceptance.improvements > improvements:
+                for probing in self.probing.values():
+                    probing.interval = PROBE_INTERVAL[0]
 
     def as_dict(self) -> dict[str, object]:
         """What was learned, as plain values for JSON and RPC."""
