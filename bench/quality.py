@@ -198,7 +198,7 @@ def plot(content: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7, 6), layout="constrained")
     rows = content["rows"]
     tuning = [r["tuning"] for r in rows]
     axes.plot(
@@ -210,7 +210,7 @@ def plot(content: dict[str, Any], path: Path) -> None:
     axes.errorbar(losses, lengths, xerr=sides, fmt="o-", elinewidth=0.6, capsize=2, label="report half, 95% intervals")
     names = {kappa: name for name, kappa in content["presets"].items()}
     for row, loss, length in zip(rows, losses, lengths, strict=True):
-        axes.annotate(f"{row['kappa']:g}", (loss, length), textcoords="offset points", xytext=(4, 5))
+        axes.annotate(f"{row['kappa']:g}", (loss, length), textcoords="offset points", xytext=(5, 4))
     marked = [i for i, row in enumerate(rows) if row["kappa"] in names]
     axes.plot([losses[i] for i in marked], [lengths[i] for i in marked], "s", ms=9, color="C3", label="presets")
     for i in marked:
@@ -218,11 +218,12 @@ def plot(content: dict[str, Any], path: Path) -> None:
             names[rows[i]["kappa"]],
             (losses[i], lengths[i]),
             textcoords="offset points",
-            xytext=(8, -14),
+            xytext=(-7, -13),
+            ha="right",
             color="C3",
             weight="bold",
         )
-    axes.set_xlabel("loss of log-probability under the target, nats per token (left: better)")
+    axes.set_xlabel("loss of log-probability under the target, nats per token (to the left: better)")
     axes.set_ylabel("acceptance length")
     axes.set_title("kappa: tokens per verification against quality")
     axes.legend(loc="lower right")
