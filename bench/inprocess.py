@@ -12,7 +12,7 @@ from vllm_adaptivespec.cli.prompts import SOURCES, load_prompts
 from vllm_adaptivespec.cli.record import git_revision, machine, portable, versions
 
 
-def start(*, dtype: str, batch: int, eager: bool, **speculative: Any) -> Any:
+def start(*, dtype: str, batch: int, eager: bool, kv_cache_bytes: int = 1 << 30, **speculative: Any) -> Any:
     """An ``LLM`` on all cores; ``speculative`` goes into our part of its speculative_config."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
@@ -26,7 +26,7 @@ def start(*, dtype: str, batch: int, eager: bool, **speculative: Any) -> Any:
         max_model_len=1024,
         max_num_seqs=batch,
         max_num_batched_tokens=1024,
-        kv_cache_memory_bytes=1 << 30,
+        kv_cache_memory_bytes=kv_cache_bytes,
         enforce_eager=eager,
         distributed_executor_backend="uni",
         speculative_config={"method": "adaptivespec", "model": str(demo_head()), **speculative},

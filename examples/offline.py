@@ -18,7 +18,7 @@ QUESTION = "Explain in a few sentences why the sky is blue."
 # What to ask for: the default of the engine below, an own margin, no speculation at all.
 REQUESTS = {
     "lossless, the engine's default": None,
-    "margin rule at kappa = 0.5": {"adaptivespec_margin_threshold": 0.5},
+    "margin rule, preset balanced": {"adaptivespec_margin_threshold": "balanced"},
     "not speculated": {"adaptivespec_enabled": False},
 }
 

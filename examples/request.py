@@ -12,7 +12,7 @@ URL = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000/v1"
 
 OPTIONS: dict[str, dict[str, str | float]] = {
     "lossless, the server's default": {},
-    "margin rule at kappa = 0.5": {"adaptivespec_margin_threshold": 0.5},
+    "margin rule, preset balanced": {"adaptivespec_margin_threshold": "balanced"},
     "not speculated": {"adaptivespec_enabled": "false"},
 }
 

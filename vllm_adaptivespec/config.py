@@ -21,11 +21,34 @@ MAX_DEPTH = 16
 
 OPTION_PREFIX = "adaptivespec_"
 
+PRESETS = {"lossless": 1.0, "near-lossless": 0.6, "balanced": 0.4}
+"""Names for values of ``margin_threshold``.
+
+Chosen by ``bench/quality.py`` on its tuning prompts (SmolLM2-135M-Instruct, HumanEval and chat): the smallest kappa, in
+tenths, whose outputs lose on average at most 0.02 (near-lossless) and 0.06 (balanced) nats per token of log-probability
+under the target. ``bench/results/quality.json`` has what they cost on other prompts; another model may differ.
+"""
+
 Shape = tuple[int, int, int]
 
 
 def _fail(key: str, value: object, allowed: str) -> ValueError:
-    return ValueError(f"{METHOD}: {key}={value!r} is not allowed; {key} must be {allowed}.")
+    return ValueError(f"{METHOD}: {key}={_shown(value)} is not allowed; {key} must be {allowed}.")
+
+
+def _preset_names() -> str:
+    return "a name for one: " + ", ".join(f'"{name}" ({kappa})' for name, kappa in PRESETS.items())
+
+
+def _shown(value: object) -> str:
+    """A value in an error message; a preset with what it stands for."""
+    return f"{value!r} ({PRESETS[value]})" if isinstance(value, str) and value in PRESETS else repr(value)
+
+
+def _named(kappa: float) -> str:
+    """A kappa in the start-up log, with its preset if it is one."""
+    names = [name for name, value in PRESETS.items() if value == kappa]
+    return f"{kappa} ({names[0]})" if names else f"{kappa}"
 
 
 def _number(key: str, value: object, low: float, high: float, allowed: str) -> float:
@@ -34,6 +57,15 @@ def _number(key: str, value: object, low: float, high: float, allowed: str) -> f
     if not (low < value <= high):  # also refuses NaN
         raise _fail(key, value, allowed)
     return float(value)
+
+
+def _threshold(key: str, value: object, high: float, allowed: str) -> float:
+    """A kappa of the configuration, as a number or by name."""
+    kappa = PRESETS.get(value, value) if isinstance(value, str) else value
+    try:
+        return _number(key, kappa, 0, high, allowed)
+    except ValueError:
+        raise _fail(key, value, f"{allowed}, or {_preset_names()}") from None
 
 
 def _count(key: str, value: object, low: int, high: int | None = None) -> int:
@@ -71,7 +103,8 @@ class AdaptiveSpecConfig:
     Args:
         num_speculative_tokens: most drafted nodes per request and step (vLLM's own key).
         margin_threshold: kappa. A drafted token that is not the target's choice is accepted when
-            ``p_target(drafted) / p_target(top-1)`` reaches it. 1.0 is lossless and exact.
+            ``p_target(drafted) / p_target(top-1)`` reaches it. 1.0 is lossless and exact. ``from_dict`` also takes
+            a name of ``PRESETS``, here and for the floor.
         margin_threshold_floor: lowest kappa a request may ask for; the server's own ``margin_threshold`` if not set,
             so that callers can make their output more exact but not less.
         max_promotions_per_step: most promotions of one request in one step; null for no limit.
@@ -117,11 +150,11 @@ class AdaptiveSpecConfig:
         if unknown:
             raise ValueError(f"{METHOD}: unknown key {unknown[0]!r}; allowed are {', '.join(sorted(cls.own_keys()))}.")
         nodes = _count("num_speculative_tokens", raw["num_speculative_tokens"], 1, MAX_TREE_NODES)
-        kappa = _number("margin_threshold", raw.get("margin_threshold", 1.0), 0, 1, "a number in (0, 1]")
+        kappa = _threshold("margin_threshold", raw.get("margin_threshold", 1.0), 1, "a number in (0, 1]")
         floor = kappa
         if raw.get("margin_threshold_floor") is not None:
             allowed = f"a number in (0, margin_threshold] ({kappa})"
-            floor = _number("margin_threshold_floor", raw["margin_threshold_floor"], 0, kappa, allowed)
+            floor = _threshold("margin_threshold_floor", raw["margin_threshold_floor"], kappa, allowed)
         promotions = raw.get("max_promotions_per_step")
         if promotions is not None:
             promotions = _count("max_promotions_per_step", promotions, 1)
@@ -173,7 +206,8 @@ class AdaptiveSpecConfig:
     def summary(self) -> str:
         """What is in force, in one line for the start-up log."""
         if self.margin_threshold < 1.0:
-            rule = f"LOSSY, margin_threshold={self.margin_threshold}: output may differ from the target model's own"
+            kappa = _named(self.margin_threshold)
+            rule = f"LOSSY, margin_threshold={kappa}: output may differ from the target model's own"
         else:
             rule = "lossless"
         if self.tree_policy == "throughput":
@@ -184,12 +218,12 @@ class AdaptiveSpecConfig:
             shapes = f"adaptive {list(self.low_confidence_shape)} to {list(self.high_confidence_shape)}"
         floor = ""
         if self.margin_threshold_floor < self.margin_threshold:
-            floor = f", but requests may go down to {self.margin_threshold_floor} and then differ"
+            floor = f", but requests may go down to {_named(self.margin_threshold_floor)} and then differ"
         return f"AdaptiveSpec is on: {rule}{floor}; trees {shapes}, at most {self.num_speculative_tokens} nodes."
 
 
 _OPTIONS = {
-    "margin_threshold": "a number from {floor} (this server's margin_threshold_floor) to 1",
+    "margin_threshold": "a number from {floor} (this server's margin_threshold_floor) to 1, or {presets}",
     "enabled": 'true or false (over HTTP "true", "false", 1 or 0)',
 }
 
@@ -221,7 +255,7 @@ class RequestOptions:
             if option not in _OPTIONS:
                 known = ", ".join(OPTION_PREFIX + o for o in _OPTIONS)
                 raise ValueError(f"{name} is not an option of AdaptiveSpec; allowed are {known}.")
-            allowed = _OPTIONS[option].format(floor=config.margin_threshold_floor)
+            allowed = _OPTIONS[option].format(floor=config.margin_threshold_floor, presets=_preset_names())
             if option == "enabled":
                 enabled = _boolean(name, value, allowed)
             else:
@@ -244,11 +278,11 @@ def _boolean(name: str, value: object, allowed: str) -> bool:
 
 
 def _kappa(name: str, value: object, allowed: str, floor: float) -> float:
-    error = ValueError(f"{name}={value!r} is not allowed; it must be {allowed}.")
+    error = ValueError(f"{name}={_shown(value)} is not allowed; it must be {allowed}.")
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise error
     try:
-        kappa = float(value)
+        kappa = float(PRESETS.get(value, value) if isinstance(value, str) else value)
     except (ValueError, OverflowError):
         raise error from None
     if not floor <= kappa <= 1.0:  # also refuses NaN

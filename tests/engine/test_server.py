@@ -100,7 +100,7 @@ def test_streaming_equals_not_streaming_equals_not_speculated(server: tuple[str,
     ("xargs", "says"),
     [
         ({"adaptivespec_margin_threshold": 0.1}, "from 0.3"),
-        ({"adaptivespec_margin_threshold": "high"}, "number"),
+        ({"adaptivespec_margin_threshold": "high"}, "near-lossless"),
         ({"adaptivespec_enabled": "perhaps"}, "true or false"),
         ({"adaptivespec_treesize": 3}, "adaptivespec_margin_threshold"),
     ],

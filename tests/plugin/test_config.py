@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_adaptivespec.config import MAX_DEPTH, MAX_TREE_NODES, AdaptiveSpecConfig, RequestOptions
+from vllm_adaptivespec.config import MAX_DEPTH, MAX_TREE_NODES, PRESETS, AdaptiveSpecConfig, RequestOptions
 from vllm_adaptivespec.core.acceptance import MarginRule
 from vllm_adaptivespec.core.policy import AdaptivePolicy, StaticPolicy, TreeShape
 
@@ -20,6 +21,7 @@ HUGE = 10**400
 """A valid JSON integer that no float can hold."""
 
 NOT_NUMBERS: list[Any] = ["0.5", None, True, False, [0.5], {"a": 1}]
+WRONG_NAMES: list[Any] = ["", "lossy", "Balanced", " balanced", "near_lossless", "1.0", "nan"]
 NOT_COUNTS: list[Any] = ["1", None, True, False, 1.0, 2.5, NAN, [1], 0, -1]
 NOT_SHAPES: list[Any] = [
     None,
@@ -46,8 +48,9 @@ NOT_SHAPES: list[Any] = [
 ]
 BAD_VALUES = {
     "num_speculative_tokens": [*NOT_COUNTS, MAX_TREE_NODES + 1, HUGE],
-    "margin_threshold": [*NOT_NUMBERS, NAN, 0, 0.0, -0.1, 1.0001, 2, INF, -INF, HUGE, -HUGE],
-    "margin_threshold_floor": [v for v in NOT_NUMBERS if v is not None] + [NAN, 0, -0.1, 0.51, 1.0, INF, HUGE],
+    "margin_threshold": [*NOT_NUMBERS, *WRONG_NAMES, NAN, 0, 0.0, -0.1, 1.0001, 2, INF, -INF, HUGE, -HUGE],
+    "margin_threshold_floor": [v for v in [*NOT_NUMBERS, *WRONG_NAMES] if v is not None]
+    + [NAN, 0, -0.1, 0.51, 1.0, INF, HUGE],
     "max_promotions_per_step": [v for v in NOT_COUNTS if v is not None],
     "tree_policy": ["Adaptive", "dynamic", "", None, True, 1, ["static"], {"static": 1}],
     "static_shape": NOT_SHAPES,
@@ -76,6 +79,74 @@ def config_of(**values: Any) -> AdaptiveSpecConfig:
     return AdaptiveSpecConfig.from_dict({"num_speculative_tokens": 8, **values})
 
 
+def lists_presets(message: str) -> bool:
+    return all(f'"{name}" ({kappa})' in message for name, kappa in PRESETS.items())
+
+
+class TestPresets:
+    def test_values(self) -> None:
+        """Named values are a promise: a change is one to what callers get."""
+        assert PRESETS == {"lossless": 1.0, "near-lossless": 0.6, "balanced": 0.4}
+        assert all(type(kappa) is float for kappa in PRESETS.values())
+
+    def test_values_are_the_measured_ones(self) -> None:
+        quality = Path(__file__).parents[2] / "bench" / "results" / "quality.json"
+        assert json.loads(quality.read_text(encoding="utf-8"))["presets"] == PRESETS
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_name_is_its_value(self, name: str) -> None:
+        config = config_of(margin_threshold=name)
+        assert config == config_of(margin_threshold=PRESETS[name])
+        assert type(config.margin_threshold) is type(config.margin_threshold_floor) is float
+        assert config_of(margin_threshold_floor=name) == config_of(margin_threshold_floor=PRESETS[name])
+
+    def test_names_and_numbers_mix(self) -> None:
+        config = config_of(margin_threshold="near-lossless", margin_threshold_floor="balanced")
+        assert (config.margin_threshold, config.margin_threshold_floor) == (0.6, 0.4)
+        assert config_of(margin_threshold="balanced", margin_threshold_floor=0.1).margin_threshold_floor == 0.1
+
+    def test_floor_above_the_threshold(self) -> None:
+        with pytest.raises(ValueError) as error:
+            config_of(margin_threshold="balanced", margin_threshold_floor="near-lossless")
+        message = str(error.value)
+        assert "margin_threshold_floor='near-lossless' (0.6) is not allowed" in message
+        assert "a number in (0, margin_threshold] (0.4)" in message
+
+    @pytest.mark.parametrize("value", ["low", "0.5", 0, 1.5])
+    @pytest.mark.parametrize("key", ["margin_threshold", "margin_threshold_floor"])
+    def test_errors_list_the_names(self, key: str, value: Any) -> None:
+        with pytest.raises(ValueError) as error:
+            config_of(**{key: value})
+        assert lists_presets(str(error.value))
+
+    def test_summary_names_value_and_preset(self) -> None:
+        summary = config_of(margin_threshold="near-lossless", margin_threshold_floor=0.4).summary()
+        assert "LOSSY, margin_threshold=0.6 (near-lossless): output" in summary
+        assert "requests may go down to 0.4 (balanced) and" in summary
+        assert "(" not in config_of(margin_threshold=0.45, margin_threshold_floor=0.05).summary()
+        assert "is on: lossless;" in config_of(margin_threshold="lossless").summary()
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_of_a_request(self, name: str) -> None:
+        assert parsed(adaptivespec_margin_threshold=name).margin_threshold == PRESETS[name]
+
+    def test_of_a_request_at_the_floor(self) -> None:
+        config = config_of(margin_threshold_floor="balanced")
+        assert parsed(config, adaptivespec_margin_threshold="balanced").margin_threshold == 0.4
+
+    def test_of_a_request_below_the_floor(self) -> None:
+        """Refused as the number is, and says which number it is."""
+        config = config_of(margin_threshold="near-lossless")
+        with pytest.raises(ValueError) as error:
+            parsed(config, adaptivespec_margin_threshold="balanced")
+        message = str(error.value)
+        assert "adaptivespec_margin_threshold='balanced' (0.4) is not allowed" in message
+        assert "a number from 0.6 (this server's margin_threshold_floor) to 1" in message
+        with pytest.raises(ValueError) as number:
+            parsed(config, adaptivespec_margin_threshold=0.4)
+        assert message.partition("; ")[2] == str(number.value).partition("; ")[2]
+
+
 class TestFromDict:
     def test_every_key_is_tested(self) -> None:
         assert set(BAD_VALUES) == set(ALLOWED) == {f.name for f in fields(AdaptiveSpecConfig)}
@@ -94,6 +165,7 @@ class TestFromDict:
         message = str(error.value)
         assert f"{key}={value!r} is not allowed" in message
         assert ALLOWED[key] in message
+        assert lists_presets(message) == key.startswith("margin_threshold")
 
     def test_missing_num_speculative_tokens(self) -> None:
         with pytest.raises(ValueError, match=r"num_speculative_tokens is missing.*an integer from 1 to 64"):
@@ -165,7 +237,11 @@ class TestFromDict:
         st.dictionaries(
             st.sampled_from(sorted(BAD_VALUES)),
             st.recursive(
-                st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["adaptive", "static", "1"]),
+                st.none()
+                | st.booleans()
+                | st.integers()
+                | st.floats()
+                | st.sampled_from(["adaptive", "static", "1", *PRESETS]),
                 lambda inner: st.lists(inner, max_size=3),
             )
             | st.lists(st.integers(0, 9), min_size=3, max_size=3)
@@ -282,6 +358,8 @@ class TestRequestOptions:
             False,
             "",
             "low",
+            "Balanced",
+            "near_lossless",
             "nan",
             "inf",
             NAN,
@@ -303,6 +381,7 @@ class TestRequestOptions:
             parsed(adaptivespec_margin_threshold=value)
         assert f"adaptivespec_margin_threshold={value!r} is not allowed" in str(error.value)
         assert "a number from 0.2 (this server's margin_threshold_floor) to 1" in str(error.value)
+        assert lists_presets(str(error.value))
 
     def test_lossless_server_stays_lossless(self) -> None:
         assert parsed(config_of(), adaptivespec_margin_threshold=1.0).margin_threshold == 1.0

@@ -102,6 +102,7 @@ class TestOurMethod:
         ("values", "message"),
         [
             ({"margin_threshold": 1.5}, "margin_threshold=1.5 is not allowed"),
+            ({"margin_threshold": "high"}, "margin_threshold='high' is not allowed"),
             ({"static-shape": [9, 9, 9]}, r"static_shape=\[9, 9, 9\] is not allowed"),
             ({"num_speculative_tokens": 65}, "num_speculative_tokens=65 is not allowed"),
             ({"parallel_drafting": True}, "does not take parallel_drafting"),
@@ -167,6 +168,7 @@ class TestOurMethod:
         [
             ({}, "INFO", "lossless"),
             ({"margin_threshold": 0.3}, "WARNING", "LOSSY, margin_threshold=0.3"),
+            ({"margin_threshold": "balanced"}, "WARNING", "LOSSY, margin_threshold=0.4 (balanced)"),
             ({"margin_threshold_floor": 0.3}, "WARNING", "may go down to 0.3"),  # some request may be lossy
         ],
     )
@@ -265,7 +267,13 @@ class TestRequests:
 
     @pytest.mark.parametrize(
         "extra_args",
-        [None, {}, {"adaptivespec_enabled": "false", "adaptivespec_margin_threshold": "0.7"}, {"another_plugin": "x"}],
+        [
+            None,
+            {},
+            {"adaptivespec_enabled": "false", "adaptivespec_margin_threshold": "0.7"},
+            {"adaptivespec_margin_threshold": "lossless"},
+            {"another_plugin": "x"},
+        ],
     )
     def test_fine(self, ours: Any, extra_args: dict[str, Any] | None) -> None:
         self.check(ours, extra_args)
@@ -274,6 +282,7 @@ class TestRequests:
         ("extra_args", "message"),
         [
             ({"adaptivespec_margin_threshold": 0.4}, "a number from 0.5"),
+            ({"adaptivespec_margin_threshold": "high"}, '"near-lossless"'),
             ({"adaptivespec_enabled": "maybe"}, "true or false"),
             ({"adaptivespec_kappa": 0.5}, "allowed are adaptivespec_margin_threshold, adaptivespec_enabled"),
         ],
