@@ -10,6 +10,7 @@ from vllm_adaptivespec.core.calibration import (
     AcceptanceModel,
     Reliability,
     RequestHistory,
+    features_of,
     log_odds,
     sigmoid,
 )
@@ -21,10 +22,9 @@ def samples(
     """Children with their true probabilities: an over-confident draft, better where it may be lossy."""
     odds = rng.normal(0, 2, count)
     rank = rng.integers(1, 5, count)
-    features = AcceptanceModel.features(
-        odds, rank, rng.integers(1, 5, count), np.full(count, history), np.full(count, lossiness)
-    )
-    return features, sigmoid(-0.6 + 0.5 * odds - 0.4 * np.log(rank) + history + 0.8 * lossiness)
+    rows = zip(np.log(sigmoid(odds)), rank, rng.integers(1, 5, count), strict=True)
+    features = np.array([features_of(p, int(r), int(d), history, lossiness) for p, r, d in rows])
+    return features, sigmoid(-0.6 + 0.5 * features[:, 1] - 0.4 * np.log(rank) + history + 0.8 * lossiness)
 
 
 def trained(steps: int = 300, lossiness: float = 0.0) -> tuple[AcceptanceModel, np.random.Generator]:
@@ -67,11 +67,13 @@ def test_nothing_observed_changes_nothing() -> None:
     assert (model.weights == before).all()
 
 
-def test_log_odds_of_extremes_are_finite() -> None:
-    odds = log_odds(np.array([0.0, -1e-12, -1e9, -np.inf, np.log(0.5)]))
-    assert np.isfinite(odds).all()
-    assert odds[-1] == pytest.approx(0.0, abs=1e-9)
-    assert (np.diff(odds[:3]) <= 0).all()
+def test_log_odds() -> None:
+    assert log_odds(np.log(0.5)) == pytest.approx(0.0, abs=1e-12)
+    assert log_odds(np.log(0.9)) == pytest.approx(np.log(9))
+    values = [log_odds(x) for x in (0.0, -1e-300, -1e-12, -0.0067, -0.01, -1.0, -6.99, -7.0, -1e9, -np.inf)]
+    assert np.isfinite(values).all()
+    assert (np.diff(values) <= 0).all()
+    assert log_odds(np.nan) == values[-1]
 
 
 def test_history_by_hand() -> None:
@@ -86,7 +88,8 @@ def test_history_by_hand() -> None:
 
 def test_reliability_counts() -> None:
     reliability = Reliability()
-    reliability.observe(np.array([0.05, 0.95, 1.0, 0.91]), np.array([0.0, 1.0, 1.0, 0.0]))
+    for probability, accepted in ((0.05, False), (0.95, True), (1.0, True), (0.91, False)):
+        reliability.observe(probability, accepted)
     values = reliability.as_dict()
     assert values["counts"] == [1, 0, 0, 0, 0, 0, 0, 0, 0, 3]
     assert values["predicted"][9] == pytest.approx((0.95 + 1.0 + 0.91) / 3, abs=1e-3)

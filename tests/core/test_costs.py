@@ -122,7 +122,8 @@ class TestStepCosts:
     def test_nothing_is_learned_of_the_draft_before_there_is_a_unit(self) -> None:
         costs_ = StepCosts()
         costs_.observe_level(1, 5.0)
-        assert not costs_.known and costs_.level.observations == 0
+        assert not costs_.known
+        assert costs_.level.observations == 0
 
     def test_a_jump_with_the_first_draft(self) -> None:
         """Steps without drafts take another way through the engine than those with some."""

@@ -131,7 +131,7 @@ class TestChange:
         assert reached >= 0.97 * learned(ROWS_ARE_DEAR, GOOD, after, seed=3)
 
     def test_of_a_load_that_swings(self) -> None:
-        """Between loads where drafting pays and where it does not, it is never behind plain decoding by more than 3%."""
+        """Between loads where drafting pays and where it does not, it is not behind plain decoding by 3%."""
         rng = np.random.default_rng(0)
         simulation, policy = Simulation(ROWS_ARE_DEAR, GOOD, 1, seed=4), ThroughputPolicy()
         plain_seconds = 0.0
@@ -142,14 +142,15 @@ class TestChange:
             plain_seconds += (simulation.tokens - before) / load * ROWS_ARE_DEAR.target(load, 0)
         assert simulation.seconds <= plain_seconds / 0.97
 
-    def test_of_acceptance_while_asleep(self) -> None:
-        """Probing finds out that drafts have become good: after at most four of the longest intervals."""
-        simulation, policy = Simulation(ROWS_ARE_DEAR, replace(WEAK, offset=-2.0), 4, seed=5), ThroughputPolicy()
+    @pytest.mark.parametrize("batch", [1, 2])
+    def test_of_acceptance_while_asleep(self, batch: int) -> None:
+        """Probing finds out that drafts have become good: after at most two of the longest intervals."""
+        simulation, policy = Simulation(ROWS_ARE_DEAR, replace(WEAK, offset=-2.0), batch, seed=5), ThroughputPolicy()
         simulation.run(policy, WARM_UP)
         assert not any(simulation.drafting[-100:])
         simulation.acceptance = replace(GOOD, offset=1.0)
-        simulation.run(policy, 4 * throughput.PROBE_INTERVAL[1])
-        assert any(simulation.drafting[-50:])
+        simulation.run(policy, 2 * throughput.PROBE_INTERVAL[1])
+        assert all(simulation.drafting[-50:])
 
     def test_of_costs_while_awake(self) -> None:
         """Rows become dear: drafting stops or shrinks, and what is left pays."""
@@ -233,7 +234,8 @@ class TestDecision:
         assert growths
         for growth in growths:
             tree, shape, drafted = growth.tree(), growth.shape, growth.drafted()
-            assert len(tree) <= shape.nodes and tree.depth <= shape.depth
+            assert len(tree) <= shape.nodes
+            assert tree.depth <= shape.depth
             assert all(len(children) <= shape.width for children in tree.children)
             assert len(drafted.probabilities) == len(drafted.features) == len(tree)
             for node, parent in enumerate(tree.parents):

@@ -28,6 +28,7 @@ DOUBT = 0.75
 """Share of what was learned that is then given up."""
 LOG_ODDS = (-7.0, 5.0)
 """Draft probabilities are trusted within these log-odds."""
+_SURE = -math.log1p(math.exp(-LOG_ODDS[1]))
 HISTORY_DECAY = 0.93
 """Weight that a request's earlier outcomes keep per verification."""
 HISTORY_PRIOR = 2.0
@@ -35,11 +36,25 @@ HISTORY_PRIOR = 2.0
 BINS = 10
 
 
-def log_odds(log_probs: np.ndarray) -> np.ndarray:
-    """Log-odds of draft log-probabilities, clipped; any shape."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        odds = log_probs - np.log1p(-np.exp(np.minimum(log_probs, -1e-9)))
-    return np.clip(np.nan_to_num(odds, nan=LOG_ODDS[0]), *LOG_ODDS)
+def log_odds(log_prob: float) -> float:
+    """Log-odds of a draft log-probability, clipped."""
+    if not log_prob > LOG_ODDS[0]:  # also NaN; so far down log-odds and log-probability are the same
+        return LOG_ODDS[0]
+    if log_prob > _SURE:
+        return LOG_ODDS[1]
+    return log_prob - math.log(-math.expm1(log_prob))
+
+
+def features_of(log_prob: float, rank: int, depth: int, history: float, lossiness: float) -> list[float]:
+    """``[len(FEATURES)]`` of one child.
+
+    Args:
+        log_prob: its draft log-probability.
+        rank, depth: from 1.
+        history: of its request.
+        lossiness: ``1 - kappa``.
+    """
+    return [1.0, log_odds(log_prob), math.log(rank), math.log(depth), history, lossiness]
 
 
 def sigmoid(values: np.ndarray) -> np.ndarray:
@@ -71,24 +86,24 @@ class RequestHistory:
 class Reliability:
     """Predicted against observed: counts, predicted sums and accepted nodes by bin of the predicted probability."""
 
-    counts: np.ndarray = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
-    predicted: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
-    accepted: np.ndarray = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
+    counts: list[int] = field(default_factory=lambda: [0] * BINS)
+    predicted: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    accepted: list[int] = field(default_factory=lambda: [0] * BINS)
 
-    def observe(self, probabilities: np.ndarray, outcomes: np.ndarray) -> None:
-        """Add nodes that were drafted, with whether they were accepted."""
-        bins = np.minimum((probabilities * BINS).astype(int), BINS - 1)
-        self.counts += np.bincount(bins, minlength=BINS)
-        self.predicted += np.bincount(bins, probabilities, BINS)
-        self.accepted += np.bincount(bins, outcomes, BINS).astype(np.int64)
+    def observe(self, probability: float, accepted: bool) -> None:
+        """Add a node that was drafted."""
+        index = min(int(probability * BINS), BINS - 1)
+        self.counts[index] += 1
+        self.predicted[index] += probability
+        self.accepted[index] += accepted
 
     def as_dict(self) -> dict[str, list[float]]:
         """Plain values: the bins' counts, mean predicted probability and observed share (0 where there is none)."""
-        some = np.maximum(self.counts, 1)
+        some = [max(count, 1) for count in self.counts]
         return {
-            "counts": self.counts.tolist(),
-            "predicted": (self.predicted / some).round(4).tolist(),
-            "accepted": (self.accepted / some).round(4).tolist(),
+            "counts": list(self.counts),
+            "predicted": [round(p / n, 4) for p, n in zip(self.predicted, some, strict=True)],
+            "accepted": [round(a / n, 4) for a, n in zip(self.accepted, some, strict=True)],
         }
 
 
@@ -105,20 +120,6 @@ class AcceptanceModel:
         """How often drafts turned out to have become better than was believed."""
         self._surplus = self._variance = 0.0
 
-    @staticmethod
-    def features(
-        odds: np.ndarray, rank: np.ndarray, depth: np.ndarray, history: np.ndarray, lossiness: np.ndarray
-    ) -> np.ndarray:
-        """``[n, len(FEATURES)]`` of children.
-
-        Args:
-            odds: ``[n]`` clipped log-odds of the draft probability.
-            rank, depth: ``[n]`` from 1.
-            history: ``[n]`` of the request.
-            lossiness: ``[n]`` ``1 - kappa``.
-        """
-        return np.stack([np.ones_like(odds), odds, np.log(rank), np.log(depth), history, lossiness], axis=1)
-
     def probabilities(self, features: np.ndarray) -> np.ndarray:
         """``[n]`` of being accepted once the parent is."""
         return sigmoid(features @ self.weights)
@@ -127,21 +128,22 @@ class AcceptanceModel:
         """The same as if nothing were known of the request."""
         return sigmoid(features @ self.weights - features[:, BEFORE_HISTORY] * self.weights[BEFORE_HISTORY])
 
-    def update(self, features: np.ndarray, outcomes: np.ndarray) -> None:
+    def update(self, features: np.ndarray, outcomes: np.ndarray, weight: float = 1.0) -> None:
         """Learn from children whose parent was reached.
 
         Args:
             features: ``[n, len(FEATURES)]``.
             outcomes: ``[n]`` 1.0 where the walk went on there.
+            weight: how many outcomes each of them stands for.
         """
         if not len(outcomes):
             return
-        keep = math.exp(-len(outcomes) / MEMORY)
+        keep = math.exp(-weight * len(outcomes) / MEMORY)
         p = self.probabilities(features)
         fading = (1 - keep) * self.prior_precision
-        self.precision = keep * self.precision + fading + (features.T * (p * (1 - p))) @ features
+        self.precision = keep * self.precision + fading + (features.T * (weight * p * (1 - p))) @ features
         self._notice_change(p, outcomes)
-        gradient = features.T @ (outcomes - p) + fading @ (PRIOR_MEAN - self.weights)
+        gradient = weight * (features.T @ (outcomes - p)) + fading @ (PRIOR_MEAN - self.weights)
         self.weights = self.weights + np.linalg.solve(self.precision, gradient)
         self.outcomes += len(outcomes)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .acceptance import Walk
-from .calibration import AcceptanceModel, RequestHistory, log_odds, sigmoid
+from .calibration import BEFORE_HISTORY, AcceptanceModel, RequestHistory, features_of, sigmoid
 from .costs import Batch, StepCosts
 from .tree import ROOT, DraftTree
 from .valued_growth import DraftedNodes, DraftRequest, ValuedGrowth
@@ -54,8 +54,12 @@ VALUE_WEIGHT = 0.3
 PROBE_STEPS = 3
 PROBE_INTERVAL = (4, 512)
 """Steps without drafts before the first probe, and at most; doubled by every probe."""
+PROBE_WEIGHT = 8
+"""Times that what a probe sees counts: it stands for all the steps in which nothing could be seen."""
+PROBE_SURPLUS = 0.5
+"""Tokens accepted beyond what was believed, at which a probe goes on for another step."""
 PROBE_SHARE = 8
-"""One in so many requests takes part in a probe."""
+"""One in so many requests takes part in a probe, but two at least."""
 EXPLORE_EVERY = 16
 PRIOR_ROOTS = ((1.5, -2.0, -2.8, -3.3), (0.0, -1.2, -2.0, -2.6), (-1.0, -1.7, -2.2, -2.7), (3.0, -3.0, -3.8, -4.2))
 """Log-odds of the children of four roots, assumed until real ones replace them."""
@@ -175,7 +179,7 @@ class ThroughputPolicy:
             self.is_probe = True
             # The same ones throughout a probe: they have the least to catch up with.
             able.sort(key=lambda i: requests[i].pending)
-            return sorted(able[: max(1, len(able) // PROBE_SHARE)])
+            return sorted(able[: max(2, len(able) // PROBE_SHARE)])
         self._settle(batch.requests, self.plain_seconds)
         return []
 
@@ -197,9 +201,10 @@ class ThroughputPolicy:
             steady = self.costs.first_pass_seconds(max(1, round(1.5 * size)))
             once = self.costs.first_pass_seconds(max(1, int(pending[taking].sum()))) - steady
             price = self.rate * (steady + max(once, 0.0) / HORIZON)
-            value = self._expected(shift[taking]) * self._realism - price
+            expectation = self._expected(shift[taking])
+            value = expectation * self._realism - price
             if value > best_value:
-                best_value, best = value, size
+                best_value, best, self._expectation = value, size, expectation
             if size == len(able):
                 break
             size *= 2
@@ -260,7 +265,8 @@ class ThroughputPolicy:
         self._level_price = 0.0
         rows = sum(request.pending for request in requests)
         self._first_pass_price = self.rate * self.costs.first_pass_seconds(rows)
-        self._expectation = self._expected(self._shift(requests))
+        if self.is_probe:
+            self._expectation = self._expected(self._shift(requests))
         if self.drafted_steps % EXPLORE_EVERY == 0:
             seconds = self.costs.target_seconds(self.batch, len(self.row_prices) - 1, self.rng)
             self.row_prices = self.rate * (seconds - seconds[0])
@@ -268,94 +274,94 @@ class ThroughputPolicy:
 
     def assess(self, growths: Sequence[ValuedGrowth]) -> None:
         """Estimate the candidates just added, and set every tree's frontier for the next level."""
-        fresh = [(g, g.fresh) for g in growths if len(g.fresh)]
-        counts = [len(candidates) for _, candidates in fresh]
-        if not counts:
+        features = []
+        for growth in growths:
+            history, lossiness = growth.request.history.feature, growth.request.lossiness
+            features += [
+                features_of(growth.log_probs[c], growth.ranks[c], growth.depths[c], history, lossiness)
+                for c in growth.fresh
+            ]
+        if not features:
             return
-
-        def column(values: list[float]) -> np.ndarray:
-            return np.repeat(np.array(values), counts)
-
-        ranks = np.array([g.ranks[c] for g, cs in fresh for c in cs])
-        features = self.acceptance.features(
-            log_odds(np.array([g.log_probs[c] for g, cs in fresh for c in cs])),
-            ranks,
-            np.array([g.depths[c] for g, cs in fresh for c in cs]),
-            column([g.request.history.feature for g, _ in fresh]),
-            column([g.request.lossiness for g, _ in fresh]),
-        )
-        conditional = self.acceptance.probabilities(features)
-        ends = np.cumsum(counts)
-        for (growth, _), start, end in zip(fresh, ends - counts, ends, strict=True):
-            growth.assess(features[start:end], conditional[start:end])
-        self._sample_offers(fresh, features, conditional, ranks)
+        matrix = np.array(features)
+        conditional = self.acceptance.probabilities(matrix)
+        base = matrix[:, :BEFORE_HISTORY] @ self.acceptance.weights[:BEFORE_HISTORY]
+        start = 0
+        for growth in growths:
+            first, end = growth.fresh.start, start + len(growth.fresh)
+            if end == start:
+                continue
+            growth.assess(matrix[start:end], conditional[start:end])
+            self._sample_offers(growth, first, base[start:end], conditional[start:end])
+            start = end
         self._set_frontiers(growths)
 
-    def _sample_offers(
-        self,
-        fresh: list[tuple[ValuedGrowth, range]],
-        features: np.ndarray,
-        conditional: np.ndarray,
-        ranks: np.ndarray,
-    ) -> None:
-        """Remember what the draft offered below roots and nodes, for what has yet to be imagined."""
-        starts = np.flatnonzero(ranks == 1)
-        ends = np.append(starts[1:], len(ranks))
-        parents = [(g, g.parents[c]) for g, cs in fresh for c in cs if g.ranks[c] == 1]
-        base = features[:, :-2] @ self.acceptance.weights[:-2]
-        for start, end, (growth, parent) in zip(starts, ends, parents, strict=True):
-            count = min(end - start, WIDTH)
+    def _sample_offers(self, growth: ValuedGrowth, first: int, base: np.ndarray, conditional: np.ndarray) -> None:
+        """Remember what the draft offered below roots and nodes, for what has yet to be imagined.
+
+        Args:
+            first: the first of the candidates just assessed.
+            base: ``[number of them]`` log-odds as if nothing were known of the request.
+            conditional: ``[number of them]`` probabilities.
+        """
+        starts = [k for k in range(len(base)) if growth.ranks[first + k] == 1]
+        for start, end in zip(starts, [*starts[1:], len(base)], strict=True):
+            parent = growth.parents[first + start]
+            end = min(end, start + WIDTH)
             if parent == ROOT:
-                offer = np.full(WIDTH, -9.0)
-                offer[:count] = base[start : start + count]
-                self.roots[self._root_at] = offer
-                self._root_at = (self._root_at + 1) % ROOT_SAMPLES
+                for _ in range(PROBE_WEIGHT if self.is_probe else 1):
+                    self.roots[self._root_at] = -9.0
+                    self.roots[self._root_at, : end - start] = base[start:end]
+                    self._root_at = (self._root_at + 1) % ROOT_SAMPLES
             else:
                 bucket = min(int(growth.conditional[parent] * CHILD_BUCKETS), CHILD_BUCKETS - 1)
-                offer = np.zeros(WIDTH)
-                offer[:count] = conditional[start : start + count]
-                self.children[bucket, self._child_at[bucket]] = offer
-                self._child_at[bucket] = (self._child_at[bucket] + 1) % CHILD_SAMPLES
+                at = self._child_at[bucket]
+                self.children[bucket, at] = 0.0
+                self.children[bucket, at, : end - start] = conditional[start:end]
+                self._child_at[bucket] = (at + 1) % CHILD_SAMPLES
 
     def _set_frontiers(self, growths: Sequence[ValuedGrowth]) -> None:
         """Choose what the next level expands, over all requests; leaves the frontiers empty where no level pays."""
-        ranked = self._rank(growths)
-        open_levels = [i for i, g in enumerate(growths) if g.newest and g.level < g.shape.depth]
+        open_levels = [(i, g) for i, g in enumerate(growths) if g.newest.stop and g.level < g.shape.depth]
+        newest = [g.newest for _, g in open_levels]
+        for growth in growths:
+            growth.newest = slice(0, 0)  # what is not expanded now never is: only the last hidden states are there
         if not open_levels:
             return
-        ahead = min(ranked.count + 4, len(self.row_prices) - 1)
-        if ahead > ranked.count:
-            price = (self.row_prices[ahead] - self.row_prices[ranked.count]) / (ahead - ranked.count)
+        ranked = self._rank(growths)
+        count = ranked.count
+        ahead = min(count + 4, len(self.row_prices) - 1)
+        if ahead > count:
+            price = float(self.row_prices[ahead] - self.row_prices[count]) / (ahead - count)
         else:
-            price = ranked.values[ranked.count - 1]
+            price = float(ranked.values[count - 1])
         # In a tree that is full a new node takes the place of the worst one.
-        prices = np.full(len(growths), price)
-        kept = ranked.growths[: ranked.count]
-        for i in open_levels:
-            own = np.flatnonzero(kept == i)
-            if len(own) >= growths[i].shape.nodes:
-                prices[i] = max(price, ranked.values[own[-1]])
-        owner = np.concatenate([np.full(len(growths[i].newest), i) for i in open_levels])
-        candidate = np.concatenate([np.array(growths[i].newest) for i in open_levels])
-        path = np.concatenate([growths[i].probabilities[growths[i].newest] for i in open_levels])
-        conditional = np.concatenate([growths[i].conditional[growths[i].newest] for i in open_levels])
+        prices = [price] * len(open_levels)
+        taken = np.bincount(ranked.growths[:count], minlength=len(growths)).tolist()
+        for k, (i, growth) in enumerate(open_levels):
+            if taken[i] >= growth.shape.nodes:
+                worst = np.flatnonzero(ranked.growths[:count] == i)[-1]
+                prices[k] = max(price, float(ranked.values[worst]))
+        sizes = [s.stop - s.start for s in newest]
+        path = np.concatenate([g.probabilities[s] for (_, g), s in zip(open_levels, newest, strict=True)])
+        conditional = np.concatenate([g.conditional[s] for (_, g), s in zip(open_levels, newest, strict=True)])
         bucket = np.minimum((conditional * CHILD_BUCKETS).astype(int), CHILD_BUCKETS - 1)
-        added = path[:, None, None] * self.children[bucket] - prices[owner][:, None, None]
-        gain = np.maximum(added, 0.0).sum(axis=2).mean(axis=1)
+        added = path[:, None, None] * self.children[bucket] - np.repeat(prices, sizes)[:, None, None]
+        gain = np.maximum(added, 0.0).sum(axis=(1, 2)) / CHILD_SAMPLES
         order = np.argsort(-gain, kind="stable")
-        most = np.minimum(np.arange(len(order)), len(self.level_prices) - 1)
-        value = np.cumsum(gain[order]) - self.level_prices[most]
-        for growth in growths:
-            growth.newest = []  # what is not expanded now never is: only the last level's hidden states are there
+        value = np.cumsum(gain[order])
+        value -= self.level_prices[np.minimum(np.arange(len(order)), len(self.level_prices) - 1)]
         best = int(np.argmax(value))
         if value[best] <= 0.0:
             return
-        for k in order[: best + 1]:
-            growth = growths[owner[k]]
+        candidates = [(g, c) for (_, g), s in zip(open_levels, newest, strict=True) for c in range(s.start, s.stop)]
+        rows = 0
+        for k in order[: best + 1].tolist():
+            growth, candidate = candidates[k]
             if len(growth.frontier) < growth.shape.width:
-                growth.frontier.append(int(candidate[k]))
-        count = sum(len(g.frontier) for g in growths)
-        self._level_price += float(self.level_prices[min(count, len(self.level_prices)) - 1])
+                growth.frontier.append(candidate)
+                rows += 1
+        self._level_price += float(self.level_prices[min(rows, len(self.level_prices)) - 1])
 
     def _rank(self, growths: Sequence[ValuedGrowth]) -> _Ranked:
         """Candidates of all trees in the order in which they are worth a row, and how many of them are."""
@@ -385,8 +391,9 @@ class ThroughputPolicy:
         for i, candidate in zip(ranked.growths[:count].tolist(), ranked.candidates[:count].tolist(), strict=True):
             growths[i].chosen.append(candidate)
         value = ranked.value - self._level_price
-        self._imagined += (self._expectation - self._imagined) / GAIN_MEMORY
-        self._planned += (max(value, 0.0) - self._planned) / GAIN_MEMORY
+        weight = (PROBE_WEIGHT if self.is_probe else 1) / GAIN_MEMORY
+        self._imagined += weight * (self._expectation - self._imagined)
+        self._planned += weight * (max(value, 0.0) - self._planned)
         if not self.is_probe:
             seconds = float(self.row_prices[count]) + self._level_price + self._first_pass_price
             self._settle(
@@ -406,12 +413,14 @@ class ThroughputPolicy:
             features.append(rows)
             outcomes.append(hits)
             history.observe(float(hits.sum()), float(self.acceptance.without_history(rows).sum()))
-            everywhere = np.zeros(len(walk.tree))
-            everywhere[walk.path] = 1.0
-            self.acceptance.reliability.observe(drafted.probabilities, everywhere)
+            for node, probability in enumerate(drafted.probabilities.tolist()):
+                self.acceptance.reliability.observe(probability, node in accepted)
         if features:
+            rows, hits = np.concatenate(features), np.concatenate(outcomes)
+            if self.is_probe and float((hits - self.acceptance.probabilities(rows)).sum()) > PROBE_SURPLUS:
+                self.probing[self.batch.requests.bit_length()].left += 1
             improvements = self.acceptance.improvements
-            self.acceptance.update(np.concatenate(features), np.concatenate(outcomes))
+            self.acceptance.update(rows, hits, PROBE_WEIGHT if self.is_probe else 1)
             if self.acceptance.improvements > improvements:
                 for probing in self.probing.values():
                     probing.interval = PROBE_INTERVAL[0]

@@ -66,7 +66,7 @@ class ValuedGrowth:
         self.probabilities = np.empty(0)
         self.features = np.empty((0, len(FEATURES)))
         self.level = 0
-        self.newest: list[int] = []  # candidates of that level
+        self.newest = slice(0, 0)  # candidates of that level
         self.frontier: list[int] = [ROOT]
         self.chosen: list[int] = []
 
@@ -86,7 +86,7 @@ class ValuedGrowth:
             self.parents += [parent] * count
             self.depths += [self.level] * count
             self.ranks += range(1, count + 1)
-        self.newest = list(range(first, len(self.tokens)))
+        self.newest = slice(first, len(self.tokens))
         self.frontier = []
 
     @property

@@ -95,20 +95,22 @@ class ThroughputDrafter:
     def choose(self, candidates: list[Candidate]) -> list[Candidate]:
         """Those candidates that the policy drafts for, with limits as it uses them."""
         batch = self.runner.input_batch
-        usable = [c for c in candidates if self._first_missing(c) is not None]
-        limited = [replace(c, limits=self._limits(c)) for c in usable]
-        views = []
-        for c in limited:
-            missing = self._first_missing(c)
-            assert missing is not None
-            pending = self.runner.root_position(c.request) - missing
-            views.append(DraftRequest(c.speculation.outcomes, 1.0 - c.speculation.rule.kappa, c.limits, pending))
-        decoding = batch.num_reqs - int(self.runner.discard_request_mask.np[: batch.num_reqs].sum())
+        usable: list[Candidate] = []
+        views: list[DraftRequest] = []
+        for candidate in candidates:
+            missing = self._first_missing(candidate)
+            if missing is None:
+                continue
+            speculation, limits = candidate.speculation, self._limits(candidate)
+            usable.append(replace(candidate, limits=limits))
+            pending = self.runner.root_position(candidate.request) - missing
+            views.append(DraftRequest(speculation.outcomes, 1.0 - speculation.rule.kappa, limits, pending))
+        decoding = batch.num_reqs - int(np.count_nonzero(self.runner.discard_request_mask.np[: batch.num_reqs]))
         context = int(batch.num_tokens_no_spec[: batch.num_reqs].sum())
         taken = self.policy.participants(Batch(max(decoding, 1), context), views)
         self.views = [views[i] for i in taken]
         self.clock.decided()
-        return [limited[i] for i in taken]
+        return [usable[i] for i in taken]
 
     def _limits(self, candidate: Candidate) -> TreeShape:
         """A candidate's limits, with a tree's that fits into the tail block or else a chain's."""
