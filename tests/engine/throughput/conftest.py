@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.engines import Engine, Pair, start, start_tiny
-from vllm_adaptivespec.cli.models import demo_head, demo_target
+from tests.engine.engines import Engine, Pair, start_tiny
 
 THROUGHPUT: dict[str, Any] = {"tree_policy": "throughput"}
 
