@@ -126,6 +126,7 @@ def save(
         "bin_seconds": BIN_SECONDS,
     }
     content["swing_summary"] = swing_summary(measured.swinging)
+    content["learned"] = {e.spec.name: learned for e in engines if (learned := e.stats().get("policy"))}
     content["swing_runs"] = [turn.entry() for turn in measured.swinging]
     write(content, args.out)
     if content["summary"] or content["swing_summary"]:

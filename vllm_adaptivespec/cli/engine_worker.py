@@ -8,6 +8,8 @@ Started by `engines.Engine`; the protocol is there and here and nowhere else:
     <- {"seconds", "token_ids": [[id]], "counters", "peak_rss_mib"}
     -> {"prompts": [text], "max_tokens", "arrivals": [second], "limit"}
     <- the same and {"times": [[submitted, first token, finished]]}
+    -> {"stats": true}
+    <- what collective_rpc("adaptivespec_stats") says, {} for other engines
     -> end of file                                               the process ends
 """
 
@@ -125,10 +127,12 @@ class MeasuredEngine:
         """Running totals: vLLM's, and with the prefix `own_` those of AdaptiveSpec's worker."""
         values = {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
         totals = {key: int(values[name]) for key, name in VLLM_COUNTERS.items() if name in values}
-        if self.is_own:
-            stats = self.llm.collective_rpc("adaptivespec_stats")[0]
-            totals |= {f"own_{key}": int(stats[key]) for key in OWN_COUNTERS}
-        return totals
+        stats = self.stats()
+        return totals | {f"own_{key}": int(stats[key]) for key in OWN_COUNTERS if key in stats}
+
+    def stats(self) -> dict[str, Any]:
+        """Running totals and what was learned, of AdaptiveSpec's worker; empty for other engines."""
+        return self.llm.collective_rpc("adaptivespec_stats")[0] if self.is_own else {}
 
     def run(self, prompts: list[str], max_tokens: int, ignore_eos: bool) -> dict[str, Any]:
         """Generate greedily for all prompts at once; rendering and tokenising are not timed, prefill is."""
@@ -181,7 +185,10 @@ def serve(read_line: Callable[[], str], reply: Callable[[dict[str, Any]], None])
     reply({"seconds": time.perf_counter() - start, "peak_rss_mib": peak_rss_mib()})
     while line := read_line():
         request = json.loads(line)
-        reply(engine.serve(**request) if "arrivals" in request else engine.run(**request))
+        if "stats" in request:
+            reply(engine.stats())
+        else:
+            reply(engine.serve(**request) if "arrivals" in request else engine.run(**request))
 
 
 def main() -> None:

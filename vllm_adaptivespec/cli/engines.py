@@ -204,6 +204,10 @@ class Engine:
             {"prompts": list(prompts), "max_tokens": max_tokens, "arrivals": list(arrivals), "limit": limit}
         )
 
+    def stats(self) -> dict[str, Any]:
+        """What AdaptiveSpec's worker counted and learned since the start; empty for other engines."""
+        return self._ask({"stats": True})
+
     def close(self) -> None:
         """End the process: it stops at the end of its requests."""
         with contextlib.suppress(BrokenPipeError):
