@@ -162,18 +162,37 @@ def draw_swing(axis: Any, content: dict[str, Any], color_of: dict[str, str]) -> 
     axis.invert_yaxis()
 
 
+def draw_reliability(axis: Any, content: dict[str, Any], color_of: dict[str, str]) -> None:
+    """What the throughput policy believed of drafted nodes, and what became of them; bins by size."""
+    curve = content["learned"][HIGHLIGHTED]["reliability"]
+    bins = [b for b in zip(curve["predicted"], curve["accepted"], curve["counts"], strict=True) if b[2]]
+    most = max(count for _, _, count in bins)
+    axis.plot([0, 1], [0, 1], color=BASELINE_COLOR, linestyle="--", linewidth=1.2)
+    axis.scatter(
+        [predicted for predicted, _, _ in bins],
+        [accepted for _, accepted, _ in bins],
+        s=[20 + 200 * count / most for _, _, count in bins],
+        color=color_of.get(HIGHLIGHTED, BASELINE_COLOR),
+        alpha=0.8,
+    )
+    axis.set_xlabel("probability it gave a node")
+    axis.set_ylabel("share accepted")
+    axis.set_title(f"reliability, {sum(count for _, _, count in bins):,} nodes", fontsize=10)
+
+
 def plot(content: dict[str, Any], path: Path) -> None:
-    """Fixed load on the left, swinging load on the right; a panel only for what has been measured."""
+    """Fixed load, swinging load, reliability of the throughput policy; a panel only for what has been measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     panels = [(draw_fixed, 1.35)] * bool(content["summary"]) + [(draw_swing, 1.0)] * bool(content["swing_summary"])
+    panels += [(draw_reliability, 0.8)] * (HIGHLIGHTED in content["learned"])
     figure, axes = pyplot.subplots(
         1,
         len(panels),
-        figsize=(11 if len(panels) > 1 else 6.5, 4.6),
+        figsize=((6.5, 11, 15)[len(panels) - 1], 4.6),
         squeeze=False,
         layout="constrained",
         gridspec_kw={"width_ratios": [width for _, width in panels]},

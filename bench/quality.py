@@ -149,6 +149,7 @@ def main() -> None:
         eager=True,
         kv_cache_bytes=4 << 30,  # branch blocks for every request of the batch
         num_speculative_tokens=8,
+        tree_policy="adaptive",
         margin_threshold_floor=min(GRID),
     )
     ids = iter(prompt_ids(llm, options.prompts))

@@ -111,6 +111,7 @@ def main() -> None:
         eager=options.eager,
         num_speculative_tokens=16,
         margin_threshold=options.kappa,
+        tree_policy="adaptive",
     )
     from vllm import SamplingParams
 

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from vllm_adaptivespec.core.acceptance import MarginRule, Walk, log_ratios
 from vllm_adaptivespec.core.attention import tree_attention
 from vllm_adaptivespec.core.branches import BranchLayout
+from vllm_adaptivespec.core.calibration import RequestHistory
+from vllm_adaptivespec.core.costs import Batch
 from vllm_adaptivespec.core.growth import TreeGrowth
 from vllm_adaptivespec.core.noise import gumbel_noise
 from vllm_adaptivespec.core.policy import AcceptanceHistory, AdaptivePolicy, TreeShape
+from vllm_adaptivespec.core.throughput import ThroughputPolicy
 from vllm_adaptivespec.core.tree import DraftTree
+from vllm_adaptivespec.core.valued_growth import DraftRequest
 
 VOCAB = 49_152
 TREE = DraftTree((1, 2, 3, 4, 5, 6, 7, 8), (-1, -1, -1, 0, 0, 1, 3, 6))
@@ -85,3 +90,40 @@ def test_reference_attention(benchmark: Any) -> None:
 
 def test_noise(benchmark: Any) -> None:
     assert benchmark(gumbel_noise, 1, 2, VOCAB).shape == (VOCAB,)
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_throughput_policy(benchmark: Any, batch: int) -> None:
+    """All that the throughput policy does in a step, learning included, on cheap rows, so that it drafts for all."""
+    policy, rng = ThroughputPolicy(), np.random.default_rng(0)
+    offers = np.sort(np.log(rng.dirichlet([3.0, 1.0, 0.5, 0.5], 4096)), axis=1)[:, ::-1].tolist()
+    requests = [DraftRequest(RequestHistory(), 0.0, TreeShape(8, 4, 8), 2) for _ in range(batch)]
+    load = Batch(batch, 200 * batch)
+    shown = 0
+
+    def step() -> int:
+        nonlocal shown
+        growths = policy.open([requests[i] for i in policy.participants(load, requests)])
+        while growing := [g for g in growths if g.frontier]:
+            for growth in growing:
+                rows = len(growth.frontier)
+                growth.expand([offers[(shown + r) % 4096] for r in range(rows)], [[0, 1, 2, 3]] * rows)
+                shown += rows
+            policy.assess(growths)
+            policy.costs.observe_level(len(growing), 0.001)
+        policy.select(growths)
+        walks = []
+        for growth in growths:
+            if growth.chosen:
+                walk = Walk(growth.tree())
+                walk.path = [0]
+                walks.append((growth.request.history, growth.drafted(), walk))
+        drafted = sum(len(g.chosen) for g in growths)
+        policy.costs.observe_target(load, batch + drafted, 0.03 + 1e-5 * drafted)
+        policy.costs.observe_first_pass(batch, 0.001)
+        policy.observe_walks(walks)
+        return drafted
+
+    for _ in range(50):
+        step()
+    assert benchmark(step) >= batch

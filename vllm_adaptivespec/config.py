@@ -31,6 +31,18 @@ under the target. ``bench/results/quality.json`` has what they cost on other pro
 
 Shape = tuple[int, int, int]
 
+DEFAULT_POLICY = {"v1": "throughput", "v2": "adaptive"}
+"""``tree_policy`` where it is not set, by model runner of vLLM's (V1: CPUs, V2: GPUs)."""
+
+POLICY_KEYS = {
+    "static_shape": "static",
+    **dict.fromkeys(
+        ("low_confidence_shape", "high_confidence_shape", "confidence_scale", "history_decay", "reset_after"),
+        "adaptive",
+    ),
+}
+"""Keys that one policy reads, and which."""
+
 
 def _fail(key: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"{METHOD}: {key}={_shown(value)} is not allowed; {key} must be {allowed}.")
@@ -108,8 +120,8 @@ class AdaptiveSpecConfig:
         margin_threshold_floor: lowest kappa a request may ask for; the server's own ``margin_threshold`` if not set,
             so that callers can make their output more exact but not less.
         max_promotions_per_step: most promotions of one request in one step; null for no limit.
-        tree_policy: ``"throughput"`` (what is expected to pay, over the whole batch; CPUs only), ``"adaptive"`` (by
-            draft confidence and acceptance history) or ``"static"``.
+        tree_policy: ``"throughput"`` (what is expected to pay, over the whole batch; on CPUs only, where it is the
+            plugin's default), ``"adaptive"`` (by draft confidence and acceptance history) or ``"static"``.
         static_shape: ``[depth, width, drafted nodes]`` of the static policy.
         low_confidence_shape, high_confidence_shape: what the adaptive policy interpolates between. The defaults did
             better than the paper's [3, 4, 3] and [7, 1, 7] in acceptance length per level (bench/results).
@@ -132,6 +144,22 @@ class AdaptiveSpecConfig:
     confidence_scale: float = 0.5
     history_decay: float = 0.3
     reset_after: int = 5
+
+    @classmethod
+    def from_user(cls, given: Mapping[str, Any], runner: str) -> AdaptiveSpecConfig:
+        """``from_dict`` of what a user wrote: the default policy is that of the model runner (``"v1"``, ``"v2"``).
+
+        Raises:
+            ValueError: also for keys that the policy in force would not read.
+        """
+        config = cls.from_dict({"tree_policy": DEFAULT_POLICY[runner], **given})
+        for key, policy in POLICY_KEYS.items():
+            if key in given and config.tree_policy != policy:
+                raise ValueError(
+                    f'{METHOD}: {key} is read by tree_policy "{policy}", but tree_policy is "{config.tree_policy}"; '
+                    f'set "tree_policy": "{policy}" or remove {key}.'
+                )
+        return config
 
     @classmethod
     def own_keys(cls) -> frozenset[str]:

@@ -84,7 +84,7 @@ def _translate_speculative_config(original: Callable[..., Any]) -> Callable[...,
         given = {k: v for k, v in keys.items() if k in own_keys or k in shared}
         if self.spec_tokens is not None:  # vLLM's --spec-tokens, which it merges into the dictionary later
             given.setdefault("num_speculative_tokens", self.spec_tokens)
-        config = AdaptiveSpecConfig.from_dict(given)
+        config = AdaptiveSpecConfig.from_user(given, chosen)
         if target_parallel_config.worker_cls not in ("auto", worker_class):
             raise ValueError(
                 f"{METHOD} brings its own worker, but worker_cls is {target_parallel_config.worker_cls!r}; "

@@ -124,7 +124,17 @@ def _v2_lacks(config: Any) -> bool:
     return bool(config._get_v2_model_runner_unsupported_features())
 
 
+def _wants_throughput(config: Any) -> bool:
+    return bool(config.additional_config[METHOD]["tree_policy"] == "throughput")
+
+
 ENGINE_SETTINGS_V2 = (
+    Refusal(
+        'tree_policy "throughput" on a GPU',
+        "it decides from times and probabilities on the host, where the GPU path reads nothing back; set tree_policy "
+        'to "adaptive"',
+        _wants_throughput,
+    ),
     Refusal(
         "what vLLM's V2 model runner does not support",
         "the GPU path is built on it; vLLM's own message says which setting it is",

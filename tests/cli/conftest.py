@@ -18,6 +18,9 @@ if first["speculative_config"] == {"method": "broken"}:
 print(json.dumps({"seconds": 0.5, "peak_rss_mib": 10.0}), file=replies, flush=True)
 for line in requests:
     request = json.loads(line)
+    if "stats" in request:
+        print("{}", file=replies, flush=True)
+        continue
     if request["prompts"] == ["die"]:
         sys.exit("out of memory")
     bound = int(os.environ["VLLM_CPU_OMP_THREADS_BIND"] != "")

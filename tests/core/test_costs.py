@@ -134,3 +134,15 @@ class TestStepCosts:
         seconds = costs_.target_seconds(batch, 3)
         assert seconds[1] - seconds[0] == pytest.approx(0.0045, abs=0.0015)
         assert seconds[2] - seconds[1] < 0.0015
+
+    def test_steps_with_prompts_teach_too(self) -> None:
+        """A server that never has a step without prompt tokens gets to know its scale all the same."""
+        costs_ = StepCosts()
+        for rows in range(40, 240):
+            costs_.observe_target(Batch(8, 800), rows, 0.02 + 0.001 * rows, with_prompts=True)
+        assert costs_.known
+        assert float(costs_.target_seconds(Batch(8, 800), 0)[0]) == pytest.approx(0.028, rel=0.6)
+        noise = costs_.target.noise
+        costs_.observe_target(Batch(8, 800), 5000, 9.0, with_prompts=True)  # beyond all knots
+        assert costs_.target.observations == 200
+        assert costs_.target.noise == noise

@@ -40,7 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def spec_options() -> dict[str, Any]:
     """The plugin's keys beside the head."""
-    return {}
+    return {"tree_policy": "adaptive"}
 
 
 @pytest.fixture
@@ -62,7 +62,8 @@ def size() -> Size:
 def smol_pair() -> Pair:
     """SmolLM2-135M-Instruct and its trained head, plain and with the plugin."""
     common = dict(model=str(demo_target()), max_model_len=512, max_num_seqs=8, block_size=64)
-    return Pair(start(None, **common), start({"model": str(demo_head()), "num_speculative_tokens": 8}, **common))
+    spec = {"model": str(demo_head()), "num_speculative_tokens": 8, "tree_policy": "adaptive"}
+    return Pair(start(None, **common), start(spec, **common))
 
 
 @pytest.fixture(scope="session")

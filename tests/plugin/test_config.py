@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_adaptivespec.config import MAX_DEPTH, MAX_TREE_NODES, PRESETS, AdaptiveSpecConfig, RequestOptions
+from vllm_adaptivespec.config import MAX_DEPTH, MAX_TREE_NODES, POLICY_KEYS, PRESETS, AdaptiveSpecConfig, RequestOptions
 from vllm_adaptivespec.core.acceptance import MarginRule
 from vllm_adaptivespec.core.policy import AdaptivePolicy, StaticPolicy, TreeShape
 
@@ -65,7 +65,7 @@ ALLOWED = {
     "margin_threshold": "a number in (0, 1]",
     "margin_threshold_floor": "a number in (0, margin_threshold] (0.5)",
     "max_promotions_per_step": "an integer of at least 1",
-    "tree_policy": '"adaptive" or "static"',
+    "tree_policy": '"throughput", "adaptive" or "static"',
     "confidence_scale": "a finite number above 0",
     "history_decay": "a number in (0, 1]",
     "reset_after": "an integer of at least 1",
@@ -241,7 +241,7 @@ class TestFromDict:
                 | st.booleans()
                 | st.integers()
                 | st.floats()
-                | st.sampled_from(["adaptive", "static", "1", *PRESETS]),
+                | st.sampled_from(["throughput", "adaptive", "static", "1", *PRESETS]),
                 lambda inner: st.lists(inner, max_size=3),
             )
             | st.lists(st.integers(0, 9), min_size=3, max_size=3)
@@ -263,6 +263,25 @@ class TestFromDict:
         assert 0 < config.margin_threshold_floor <= config.margin_threshold <= 1
         assert 0 < config.confidence_scale < INF
         assert AdaptiveSpecConfig.from_dict(json.loads(json.dumps(config.to_dict(), allow_nan=False))) == config
+
+
+class TestPolicyInForce:
+    def test_default_is_the_runners(self) -> None:
+        for runner, policy in (("v1", "throughput"), ("v2", "adaptive")):
+            assert AdaptiveSpecConfig.from_user({"num_speculative_tokens": 8}, runner).tree_policy == policy
+
+    @pytest.mark.parametrize("key", POLICY_KEYS)
+    @pytest.mark.parametrize("policy", ["throughput", "adaptive", "static"])
+    def test_keys_that_nobody_would_read(self, key: str, policy: str) -> None:
+        default = getattr(AdaptiveSpecConfig(num_speculative_tokens=8), key)
+        given = {"num_speculative_tokens": 8, "tree_policy": policy, key: default}
+        if POLICY_KEYS[key] == policy:
+            assert AdaptiveSpecConfig.from_user(given, "v1").tree_policy == policy
+            return
+        with pytest.raises(
+            ValueError, match=f'{key} is read by tree_policy .* set "tree_policy": "{POLICY_KEYS[key]}"'
+        ):
+            AdaptiveSpecConfig.from_user(given, "v1")
 
 
 class TestDerived:
@@ -313,6 +332,7 @@ class TestDerived:
         assert "LOSSY, margin_threshold=0.3" in lossy
         assert "lossless" not in lossy
         assert "requests may go down to 0.1" in config_of(margin_threshold_floor=0.1).summary()
+        assert "sized by what they cost and bring" in config_of(tree_policy="throughput").summary()
         assert "static [2, 3, 5]" in config_of(tree_policy="static", static_shape=[2, 3, 5]).summary()
 
 

@@ -57,7 +57,9 @@ class TestOurMethod:
         assert config.speculative_config.num_speculative_tokens == 8
         assert config.speculative_config.disable_padded_drafter_batch
         assert not config.scheduler_config.async_scheduling
-        assert config_of(config) == AdaptiveSpecConfig.from_dict({"num_speculative_tokens": 8, "margin_threshold": 0.5})
+        assert config_of(config) == AdaptiveSpecConfig.from_user(
+            {"num_speculative_tokens": 8, "margin_threshold": 0.5}, "v1"
+        )
 
     def test_worker_class_exists(self) -> None:
         from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -70,15 +72,14 @@ class TestOurMethod:
         self, engine_args: MakeArgs, speculative_config: MakeDict
     ) -> None:
         """A second engine from the same arguments must not be stock EAGLE-3."""
-        user = speculative_config(margin_threshold=0.5, static_shape=[3, 4, 8])
+        own = {"margin_threshold": 0.5, "tree_policy": "static", "static_shape": [3, 4, 8]}
+        user = speculative_config(**own)
         before = copy.deepcopy(user)
         args = engine_args(speculative_config=user)
         for _ in range(3):
             config = args.create_engine_config()
             assert config.parallel_config.worker_cls == WORKER_CLASS
-            assert config_of(config) == AdaptiveSpecConfig.from_dict(
-                {"num_speculative_tokens": 8, "margin_threshold": 0.5, "static_shape": [3, 4, 8]}
-            )
+            assert config_of(config) == AdaptiveSpecConfig.from_dict({"num_speculative_tokens": 8, **own})
             assert args.speculative_config is user
             assert user == before
 
@@ -96,7 +97,9 @@ class TestOurMethod:
         assert "num-speculative-tokens" in user
         config = engine_args(speculative_config=user).create_engine_config()
         assert config.parallel_config.worker_cls == WORKER_CLASS
-        assert config_of(config) == AdaptiveSpecConfig.from_dict({"num_speculative_tokens": 8, "margin_threshold": 0.5})
+        assert config_of(config) == AdaptiveSpecConfig.from_user(
+            {"num_speculative_tokens": 8, "margin_threshold": 0.5}, "v1"
+        )
 
     @pytest.mark.parametrize(
         ("values", "message"),
@@ -104,6 +107,10 @@ class TestOurMethod:
             ({"margin_threshold": 1.5}, "margin_threshold=1.5 is not allowed"),
             ({"margin_threshold": "high"}, "margin_threshold='high' is not allowed"),
             ({"static-shape": [9, 9, 9]}, r"static_shape=\[9, 9, 9\] is not allowed"),
+            (
+                {"static_shape": [3, 4, 8]},
+                'static_shape is read by tree_policy "static", but tree_policy is "throughput"',
+            ),
             ({"num_speculative_tokens": 65}, "num_speculative_tokens=65 is not allowed"),
             ({"parallel_drafting": True}, "does not take parallel_drafting"),
             ({"rejection-sample-method": "strict"}, "does not take rejection_sample_method"),
@@ -114,6 +121,17 @@ class TestOurMethod:
     ) -> None:
         with pytest.raises(ValueError, match=message):
             engine_args(speculative_config=speculative_config(**values)).create_engine_config()
+
+    def test_throughput_is_refused_on_gpus(
+        self, engine_args: MakeArgs, speculative_config: MakeDict, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm_adaptivespec import compat
+
+        monkeypatch.setattr(compat, "runner", lambda: "v2")
+        monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+        user = speculative_config(tree_policy="throughput")
+        with pytest.raises(ValueError, match='does not support tree_policy "throughput" on a GPU: .*"adaptive"'):
+            engine_args(speculative_config=user).create_engine_config()
 
     def test_missing_num_speculative_tokens(self, engine_args: MakeArgs, speculative_config: MakeDict) -> None:
         user = speculative_config()
@@ -158,6 +176,9 @@ class TestOurMethod:
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
         user = speculative_config(num_speculative_tokens_per_batch_size=[[1, 4, 8], [5, 256, 4]])
         config = engine_args(speculative_config=user, async_scheduling=True).create_engine_config()
+        ours = config_of(config)
+        assert ours is not None
+        assert ours.tree_policy == "adaptive"  # the default there
         assert config.parallel_config.worker_cls == WORKER_CLASSES["v2"]
         assert config.use_v2_model_runner is True
         assert not config.speculative_config.disable_padded_drafter_batch

@@ -64,6 +64,7 @@ def plain_config(**changes: Any) -> SimpleNamespace:
         "lora_config": None,
         "kv_transfer_config": None,
         "watermark_config": None,
+        "additional_config": {"adaptivespec": {"tree_policy": "adaptive"}},
         "_get_v2_model_runner_unsupported_features": list,
     }
     for name, value in changes.items():
@@ -110,6 +111,7 @@ FEATURES_V1: dict[str, list[dict[str, Any]]] = {
 }
 
 FEATURES_V2: dict[str, list[dict[str, Any]]] = {
+    'tree_policy "throughput" on a GPU': [{"additional_config": {"adaptivespec": {"tree_policy": "throughput"}}}],
     "what vLLM's V2 model runner does not support": [
         {"_get_v2_model_runner_unsupported_features": lambda: ["a feature"]}
     ],
@@ -214,14 +216,16 @@ class TestWithVllm:
     def test_settings_of_the_gpu_path_are_where_it_looks(
         self, engine_args: Callable[..., Any], speculative_config: Callable[..., dict[str, Any]]
     ) -> None:
-        refuse_engine_config(engine_args(speculative_config=speculative_config()).create_engine_config(), "v2")
+        user = speculative_config(tree_policy="adaptive")
+        refuse_engine_config(engine_args(speculative_config=user).create_engine_config(), "v2")
 
     def test_full_graphs_of_mixed_batches(
         self, engine_args: Callable[..., Any], speculative_config: Callable[..., dict[str, Any]]
     ) -> None:
         from vllm.config.compilation import CUDAGraphMode
 
-        config = engine_args(speculative_config=speculative_config()).create_engine_config()
+        user = speculative_config(tree_policy="adaptive")
+        config = engine_args(speculative_config=user).create_engine_config()
         for mode in CUDAGraphMode:
             config.compilation_config.cudagraph_mode = mode
             if mode == CUDAGraphMode.FULL:

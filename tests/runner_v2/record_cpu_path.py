@@ -17,7 +17,7 @@ Tree = tuple[list[int], list[int]]
 
 def start_smol(speculative: bool = True) -> Engine:
     return start(
-        {"model": str(demo_head()), "num_speculative_tokens": 8} if speculative else None,
+        {"model": str(demo_head()), "num_speculative_tokens": 8, "tree_policy": "adaptive"} if speculative else None,
         model=str(demo_target()),
         max_model_len=128,
         max_num_seqs=2,

@@ -30,6 +30,9 @@ BIAS_DECAY, BIAS_LIMIT = 0.1, 1.5
 DOUBT = 0.25
 """Share of the prior's variance that is then added."""
 
+PROMPT_DOUBT = 4.0
+"""Times the noise of a step is taken to be with prompt tokens in it."""
+
 _LOG_KNOTS = np.log(KNOTS)
 
 
@@ -110,12 +113,13 @@ class Curve:
         values = _rows_weights(first, count) @ state[: self._knots]
         return values if terms is None else values + terms @ state[self._knots :]
 
-    def observe(self, log_value: float, rows: int, terms: np.ndarray | None = None) -> None:
+    def observe(self, log_value: float, rows: int, terms: np.ndarray | None = None, doubt: float = 1.0) -> None:
         """Learn from one timing.
 
         Args:
             log_value: log of what was measured.
             terms: ``[number of linear terms]``.
+            doubt: times its noise is assumed to be that of others; above 1 the noise is not learned from it.
         """
         x = np.zeros(len(self.mean))
         x[: self._knots] = _rows_weights(rows, 1)[0]
@@ -128,12 +132,15 @@ class Curve:
         gain = covariance @ x
         expected_variance = float(x @ gain)
         error = log_value - float(x @ self.mean)
-        surprise = error / math.sqrt(expected_variance + self.noise**2)
-        noise = self.noise * max(1.0, abs(surprise) / OUTLIER)
+        noise = doubt * self.noise
+        surprise = error / math.sqrt(expected_variance + noise**2)
+        noise *= max(1.0, abs(surprise) / OUTLIER)
         variance = expected_variance + noise**2
         self.mean = self.mean + gain * (error / variance)
         self.covariance = covariance - np.outer(gain, gain / variance)
         self.observations += 1
+        if doubt > 1.0:
+            return
         self._bias += BIAS_DECAY * (min(max(surprise, -OUTLIER), OUTLIER) - self._bias)
         if abs(self._bias) > BIAS_LIMIT:
             self.covariance = self.covariance + DOUBT * self._prior
@@ -210,10 +217,16 @@ class StepCosts:
         """``[most]`` seconds of a draft level over 1, 2, ... ``most`` frontier rows; they never fall."""
         return np.exp(np.maximum.accumulate(self.level.predict(1, most)) + self.unit)
 
-    def observe_target(self, batch: Batch, rows: int, seconds: float) -> None:
-        """Learn from a decoding step (no prompt tokens in it) of ``rows`` rows, roots and drafts."""
-        if seconds > 0 and rows > 0:
-            self.target.observe(math.log(seconds), rows, batch.terms(np.array([rows]))[0])
+    def observe_target(self, batch: Batch, rows: int, seconds: float, with_prompts: bool = False) -> None:
+        """Learn from a step of ``rows`` rows: roots, drafts and prompt tokens.
+
+        Args:
+            with_prompts: prompt tokens are among them, which cost a little less than rows whose logits are needed;
+                on a busy server there may be few steps without.
+        """
+        if seconds > 0 and 0 < rows <= KNOTS[-1]:
+            terms = batch.terms(np.array([rows]))[0]
+            self.target.observe(math.log(seconds), rows, terms, PROMPT_DOUBT if with_prompts else 1.0)
 
     def observe_first_pass(self, rows: int, seconds: float) -> None:
         """Learn from a first pass of the draft."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .policy import TreeShape
-from .tree import ROOT, DraftTree
+from .tree import ROOT, DraftTree, path_from_root
 
 
 class TreeGrowth:
@@ -59,12 +59,7 @@ class TreeGrowth:
 
     def path(self, candidate: int) -> list[int]:
         """Candidates from the root's child down to ``candidate``."""
-        path: list[int] = []
-        while candidate != ROOT:
-            path.append(candidate)
-            candidate = self.parents[candidate]
-        path.reverse()
-        return path
+        return path_from_root(self.parents, candidate)
 
     def tree(self) -> DraftTree:
         """The best nodes, best first, parents before children."""

@@ -12,6 +12,16 @@ ROOT = -1
 """Parent index of the nodes below the root (the last committed token, which is not a node itself)."""
 
 
+def path_from_root(parents: Sequence[int], node: int) -> list[int]:
+    """Nodes from the root's child down to ``node``; empty for the root."""
+    path: list[int] = []
+    while node != ROOT:
+        path.append(node)
+        node = parents[node]
+    path.reverse()
+    return path
+
+
 @dataclass(frozen=True)
 class DraftTree:
     """Drafted tokens of one request for one step.
@@ -83,11 +93,7 @@ class DraftTree:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the root's child down to ``node``; empty for the root."""
-        path: list[int] = []
-        while node != ROOT:
-            path.append(node)
-            node = self.parents[node]
-        return tuple(reversed(path))
+        return tuple(path_from_root(self.parents, node))
 
     def prefix(self, num_nodes: int) -> DraftTree:
         """The tree of the first ``num_nodes`` nodes."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from .calibration import FEATURES, RequestHistory
 from .policy import TreeShape
-from .tree import ROOT, DraftTree
+from .tree import ROOT, DraftTree, path_from_root
 
 
 @dataclass
@@ -105,12 +105,7 @@ class ValuedGrowth:
 
     def path(self, candidate: int) -> list[int]:
         """Candidates from the root's child down to ``candidate``."""
-        path: list[int] = []
-        while candidate != ROOT:
-            path.append(candidate)
-            candidate = self.parents[candidate]
-        path.reverse()
-        return path
+        return path_from_root(self.parents, candidate)
 
     def tree(self) -> DraftTree:
         """The chosen nodes, best first, parents before children."""

@@ -36,24 +36,25 @@ class StepClock:
         self.costs = policy.costs
         self.gaps: deque[float] = deque([0.0], maxlen=GAPS)
         self.start = self.end = 0.0
-        self.batch: Batch | None = None
+        self.batch = Batch(0, 0)
         self.rows = 0
+        self.with_prompts = False
         self.levels = 0.0
 
-    def begin(self, batch: Batch | None, rows: int) -> None:
-        """The target's pass begins; ``batch`` is None where it is not decoding alone (its time teaches nothing)."""
+    def begin(self, batch: Batch, rows: int, with_prompts: bool) -> None:
+        """The target's pass begins."""
         self.start = time.perf_counter()
         if self.end:
             self.gaps.append(self.start - self.end)
-        self.batch, self.rows = batch, rows
+        self.batch, self.rows, self.with_prompts = batch, rows, with_prompts
 
     def decided(self) -> None:
         """The target's pass is over and it is known for whom to draft."""
         self.draft_start = time.perf_counter()
         self.levels = 0.0
-        if self.batch is not None:
+        if self.rows:
             seconds = self.draft_start - self.start + statistics.median(self.gaps)
-            self.costs.observe_target(self.batch, self.rows, seconds)
+            self.costs.observe_target(self.batch, self.rows, seconds, self.with_prompts)
 
     def level(self, rows: int, seconds: float) -> None:
         """A draft level has run."""
@@ -85,10 +86,8 @@ class ThroughputDrafter:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         rows = scheduler_output.total_num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
-        decoding = not scheduler_output.scheduled_new_reqs and not cached.resumed_req_ids
-        decoding = decoding and all(n == 1 + len(drafts.get(request, ())) for request, n in scheduled.items())
-        context = sum(cached.num_computed_tokens)
-        self.clock.begin(Batch(len(scheduled), context) if decoding and rows else None, rows)
+        with_prompts = any(n != 1 + len(drafts.get(request, ())) for request, n in scheduled.items())
+        self.clock.begin(Batch(len(scheduled), sum(cached.num_computed_tokens)), rows, with_prompts)
 
     # ---- for whom ----
 

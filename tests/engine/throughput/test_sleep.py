@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,46 +9,14 @@ import pytest
 import torch
 
 from tests.engine.engines import Engine, Pair, sampling
+from tests.engine.throughput.scripted import script
 from tests.suite.oracle import Oracle, prompts_of
-from vllm_adaptivespec.core.costs import Batch
-from vllm_adaptivespec.core.throughput import ThroughputPolicy
-from vllm_adaptivespec.core.valued_growth import DraftRequest
 from vllm_adaptivespec.runner_v1.backlog import KEPT, UNKNOWN, DraftBacklog
 
 pytestmark = pytest.mark.engine
 
 BLOCK = 32
 LENGTHS = (5, 33, 70, 1, 100, 62)
-
-
-class Scripted(ThroughputPolicy):
-    """Wakes requests at random, each for itself; drafts whatever it likes best then.
-
-    Args:
-        share: of the steps in which a request is drafted for.
-    """
-
-    def __init__(self, share: float, seed: int = 0) -> None:
-        super().__init__()
-        self.share, self.random = share, random.Random(seed)
-        self.pending: list[int] = []
-
-    def participants(self, batch: Batch, requests: Sequence[DraftRequest]) -> list[int]:
-        super().participants(batch, requests)
-        if not requests or not self.costs.known:
-            return []
-        self.is_probe = True
-        taken = [i for i in range(len(requests)) if self.random.random() < self.share]
-        self.pending += [requests[i].pending for i in taken]
-        return taken
-
-
-def script(engine: Engine, monkeypatch: pytest.MonkeyPatch, share: float, seed: int = 0) -> Scripted:
-    policy = Scripted(share, seed)
-    drafter = engine.runner.throughput
-    policy.costs = drafter.policy.costs
-    monkeypatch.setattr(drafter, "policy", policy)
-    return policy
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
