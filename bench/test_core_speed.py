@@ -103,7 +103,8 @@ def test_throughput_policy(benchmark: Any, batch: int) -> None:
 
     def step() -> int:
         nonlocal shown
-        growths = policy.open([requests[i] for i in policy.participants(load, requests)])
+        taken = policy.participants(load, requests)
+        growths = policy.open([requests[i] for i in taken]) if taken else []
         while growing := [g for g in growths if g.frontier]:
             for growth in growing:
                 rows = len(growth.frontier)
@@ -111,7 +112,8 @@ def test_throughput_policy(benchmark: Any, batch: int) -> None:
                 shown += rows
             policy.assess(growths)
             policy.costs.observe_level(len(growing), 0.001)
-        policy.select(growths)
+        if growths:
+            policy.select(growths)
         walks = []
         for growth in growths:
             if growth.chosen:

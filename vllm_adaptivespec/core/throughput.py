@@ -119,6 +119,7 @@ class ThroughputPolicy:
         self._first_pass_price = 0.0
         self._expectation = 0.0
         self._imagined = self._planned = 1.0
+        self._ranked: _Ranked | None = None
 
     # ---- prices ----
 
@@ -273,7 +274,11 @@ class ThroughputPolicy:
         return [ValuedGrowth(request) for request in requests]
 
     def assess(self, growths: Sequence[ValuedGrowth]) -> None:
-        """Estimate the candidates just added, and set every tree's frontier for the next level."""
+        """Estimate the candidates just added, and set every tree's frontier for the next level.
+
+        Args:
+            growths: all of this step, also those that are no longer growing: their nodes compete too.
+        """
         features = []
         for growth in growths:
             history, lossiness = growth.request.history.feature, growth.request.lossiness
@@ -326,9 +331,10 @@ class ThroughputPolicy:
         newest = [g.newest for _, g in open_levels]
         for growth in growths:
             growth.newest = slice(0, 0)  # what is not expanded now never is: only the last hidden states are there
+        self._ranked = None
         if not open_levels:
             return
-        ranked = self._rank(growths)
+        ranked = self._ranked = self._rank(growths)
         count = ranked.count
         ahead = min(count + 4, len(self.row_prices) - 1)
         if ahead > count:
@@ -386,7 +392,7 @@ class ThroughputPolicy:
 
     def select(self, growths: Sequence[ValuedGrowth]) -> None:
         """Choose every tree's nodes: those that are worth their rows, over all requests."""
-        ranked = self._rank(growths)
+        ranked = self._ranked or self._rank(growths)
         count = ranked.count
         for i, candidate in zip(ranked.growths[:count].tolist(), ranked.candidates[:count].tolist(), strict=True):
             growths[i].chosen.append(candidate)

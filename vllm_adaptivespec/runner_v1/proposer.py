@@ -260,7 +260,7 @@ class TreeProposer(EagleProposer):
                 drafting.growth.expand(log_probs[offset:end], tokens[offset:end])
                 offset = end
             if throughput is not None:
-                throughput.policy.assess(valued(growing))
+                throughput.policy.assess(valued(draftings))  # all of them: nodes compete across requests
             for drafting, own in zip(growing, rows_of, strict=True):
                 drafting.hidden_row = {n: own[drafting.growth.parents[n]] for n in drafting.growth.frontier}
             cached_rows += len(rows)
