@@ -130,7 +130,7 @@ class TestOurMethod:
         monkeypatch.setattr(compat, "runner", lambda: "v2")
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
         user = speculative_config(tree_policy="throughput")
-        with pytest.raises(ValueError, match='does not support tree_policy "throughput" on a GPU: .*"adaptive"'):
+        with pytest.raises(ValueError, match=r'does not support tree_policy "throughput" on a GPU: .*"adaptive"'):
             engine_args(speculative_config=user).create_engine_config()
 
     def test_missing_num_speculative_tokens(self, engine_args: MakeArgs, speculative_config: MakeDict) -> None:

@@ -211,6 +211,9 @@ class TreeProposer(EagleProposer):
             shape = replace(shape, width=1)
         if shape.width == 1:
             shape = replace(shape, nodes=min(shape.nodes, shape.depth))
+        else:
+            # Now, before the next request counts what is left.
+            runner.branches.ensure(candidate.request_id, min(shape.width, shape.nodes) - 1)
         return TreeGrowth(shape)
 
     def _finish(self, drafting: Drafting) -> list[int]:

@@ -107,6 +107,13 @@ class ThroughputDrafter:
         decoding = batch.num_reqs - int(np.count_nonzero(self.runner.discard_request_mask.np[: batch.num_reqs]))
         context = int(batch.num_tokens_no_spec[: batch.num_reqs].sum())
         taken = self.policy.participants(Batch(max(decoding, 1), context), views)
+        for i in taken:
+            # Others may have taken branch blocks since the limits were made.
+            candidate = usable[i] = replace(usable[i], limits=self._limits(usable[i]))
+            views[i].limits = candidate.limits
+            width = min(candidate.limits.width, candidate.limits.nodes)
+            if width > 1:
+                self.runner.branches.ensure(candidate.request_id, width - 1)
         self.views = [views[i] for i in taken]
         self.clock.decided()
         return [usable[i] for i in taken]
