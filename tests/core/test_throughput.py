@@ -24,7 +24,7 @@ from vllm_adaptivespec.core.tree import ROOT
 from vllm_adaptivespec.core.valued_growth import DraftRequest, ValuedGrowth
 
 WARM_UP = 400
-REACTION = 60
+REACTION = 120
 SWITCHES = 5
 
 FIXED = (
@@ -150,7 +150,7 @@ class TestChange:
         assert not any(simulation.drafting[-100:])
         simulation.acceptance = replace(GOOD, offset=1.0)
         simulation.run(policy, 2 * throughput.PROBE_INTERVAL[1])
-        assert all(simulation.drafting[-50:])
+        assert sum(simulation.drafting[-50:]) >= 45  # the others are the plain steps between
 
     def test_of_costs_while_awake(self) -> None:
         """Rows become dear: drafting stops or shrinks, and what is left pays."""
@@ -217,6 +217,8 @@ class TestDecision:
         self, policy: ThroughputPolicy, requests: list[DraftRequest], rng: np.random.Generator
     ) -> list[ValuedGrowth]:
         taken = policy.participants(Batch(len(requests), 100), requests)
+        if not taken:  # a plain step
+            return []
         growths = policy.open([requests[i] for i in taken])
         while growing := [g for g in growths if g.frontier]:
             for growth in growing:
@@ -230,7 +232,9 @@ class TestDecision:
     def test_trees_are_well_formed_and_within_limits(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         limits = [(8, 4, 8), (1, 4, 8), (3, 1, 3), (8, 4, 1), (2, 2, 5)]
-        growths = self.grow(self.policy(), [self.request(*limit) for limit in limits], rng)
+        policy = self.policy()
+        requests = [self.request(*limit) for limit in limits]
+        growths = self.grow(policy, requests, rng) or self.grow(policy, requests, rng)
         assert growths
         for growth in growths:
             tree, shape, drafted = growth.tree(), growth.shape, growth.drafted()

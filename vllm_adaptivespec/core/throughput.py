@@ -41,19 +41,23 @@ CHILD_BUCKETS = 5
 SCENARIOS = 16
 LOOK_AHEAD = 5
 """Levels of the trees that are imagined before anything is drafted."""
-HORIZON = 64
-"""Steps over which the price of reading tokens the draft has not seen is spread."""
+HORIZON = 32
+"""Steps over which the price of reading tokens the draft has not seen is spread, if the request may last so long."""
+NEWEST = 2
+"""Tokens a request has to read at every step while it is drafted for."""
 REVIEW_STEPS = 4
 """Steps between two decisions for whom to draft, while the batch stays the same."""
-WAKE_GAIN = 0.02
+WAKE_GAIN = 0.03
 """Gain over plain decoding, relative, that must be expected before a sleeping batch is drafted for."""
-SLEEP_LOSS = -0.005
+SLEEP_LOSS = 0.0
 """The same, below which a batch that is drafted for is put to sleep."""
 VALUE_WEIGHT = 0.3
 """Weight of the newest of the values that decide it."""
 PROBE_STEPS = 3
 PROBE_INTERVAL = (4, 512)
 """Steps without drafts before the first probe, and at most; doubled by every probe."""
+PLAIN_INTERVAL = (2, 64)
+"""Steps with drafts before a plain one, at first and at most: what plain decoding costs must be known, not imagined."""
 PROBE_WEIGHT = 8
 """Times that what a probe sees counts: it stands for all the steps in which nothing could be seen."""
 PROBE_SURPLUS = 0.5
@@ -78,11 +82,24 @@ class _Ranked:
 
 @dataclass
 class _Probing:
-    """Of one octave of batch sizes: steps since the last draft, steps to wait, steps of the probe that runs."""
+    """Of one octave of batch sizes: steps since the last draft, steps to wait, steps of the probe that runs.
+
+    ``drafted`` and ``plain_interval`` are the same for plain steps while drafting.
+    """
 
     idle: int = 0
     interval: int = PROBE_INTERVAL[0]
     left: int = 0
+    drafted: int = 0
+    plain_interval: int = PLAIN_INTERVAL[0]
+
+    def plain_is_due(self) -> bool:
+        """Count a drafted step; whether the next is to be a plain one."""
+        self.drafted += 1
+        if self.drafted < self.plain_interval:
+            return False
+        self.drafted, self.plain_interval = 0, min(2 * self.plain_interval, PLAIN_INTERVAL[1])
+        return True
 
 
 class ThroughputPolicy:
@@ -168,7 +185,10 @@ class ThroughputPolicy:
         if self._participants:
             probing.idle = probing.left = 0
             probing.interval = PROBE_INTERVAL[0]
-            return [i for i in self._participants if requests[i].limits.depth > 0]
+            if not probing.plain_is_due():
+                return [i for i in self._participants if requests[i].limits.depth > 0]
+            self._settle(batch.requests, self.plain_seconds)
+            return []
         if probing.left == 0:
             probing.idle += 1
             if probing.idle >= probing.interval:
@@ -188,22 +208,21 @@ class ThroughputPolicy:
         """The requests for which drafting is expected to pay most, the promising ones first."""
         shift = self._shift([requests[i] for i in able])
         pending = np.array([requests[i].pending for i in able])
-        catch_up = self.rate * (
-            self.costs.first_pass_seconds(int(pending.sum()) + 1) - self.costs.first_pass_seconds(1)
-        )
-        per_token = catch_up / (pending.sum() + 1)
-        order = np.argsort(-(shift - per_token * pending / HORIZON), kind="stable")
+        # What was not read is read once, for the steps in which the request will be drafted for.
+        horizon = np.array([min(HORIZON, max(requests[i].remaining, 1)) for i in able])
+        newest = np.minimum(pending, NEWEST)
+        whole = self.costs.first_pass_seconds(int(pending.sum())) - self.costs.first_pass_seconds(int(newest.sum()))
+        per_token = self.rate * whole / max(int((pending - newest).sum()), 1)
+        once = per_token * (pending - newest) / horizon
+        order = np.argsort(once - shift, kind="stable")
         best_value, best = -np.inf, 0
         size = 1
         while True:
             size = min(size, len(able))
             taking = order[:size]
-            # What a participant reads in a steady state is its newest tokens; the rest is paid once.
-            steady = self.costs.first_pass_seconds(max(1, round(1.5 * size)))
-            once = self.costs.first_pass_seconds(max(1, int(pending[taking].sum()))) - steady
-            price = self.rate * (steady + max(once, 0.0) / HORIZON)
+            steady = self.rate * self.costs.first_pass_seconds(int(newest[taking].sum()))
             expectation = self._expected(shift[taking])
-            value = expectation * self._realism - price
+            value = expectation * self._realism - steady - float(once[taking].sum())
             if value > best_value:
                 best_value, best, self._expectation = value, size, expectation
             if size == len(able):

@@ -25,12 +25,14 @@ class DraftRequest:
         lossiness: 1 - kappa.
         limits: most levels, children considered per node, and nodes; depth 0 where nothing may be drafted.
         pending: its tokens that the draft model has not seen, which its next first pass would have to read.
+        remaining: most tokens it may still emit.
     """
 
     history: RequestHistory
     lossiness: float
     limits: TreeShape
     pending: int
+    remaining: int = 1 << 30
 
 
 @dataclass

@@ -134,6 +134,16 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
         """Position of the newest token of a request, after bookkeeping: the root of its next tree."""
         return int(self.input_batch.num_tokens_no_spec[request]) - 1
 
+    def most_remaining(self, request: int, request_id: str) -> int:
+        """Tokens a request may still be asked for at most."""
+        base = self.root_position(request)
+        remaining = self.max_model_len - base  # the last of them is never fed
+        max_tokens = self.speculation[request_id].max_tokens
+        if max_tokens is not None:
+            produced = base + 1 - int(self.input_batch.num_prompt_tokens[request])
+            remaining = min(remaining, max_tokens - produced)
+        return remaining
+
     def draft_limits(self, request: int, request_id: str) -> TreeShape:
         """What may be drafted for a request at most; depth 0 where nothing may."""
         speculation = self.speculation[request_id]
@@ -141,9 +151,7 @@ class AdaptiveSpecModelRunner(CPUModelRunner):
         base = self.root_position(request)
         # The draft's first pass ends at base - 1; level d is fed at base - 1 + d, the last level not at all.
         depth = min(nodes, self.max_model_len - 1 - base, self.drafter.max_draft_position - base)
-        if speculation.max_tokens is not None:
-            produced = base + 1 - int(self.input_batch.num_prompt_tokens[request])
-            depth = min(depth, speculation.max_tokens - produced - 1)
+        depth = min(depth, self.most_remaining(request, request_id) - 1)
         if not speculation.drafts or self.discard_request_mask.np[request]:
             depth = 0
         width = 1 if speculation.chain_only else nodes

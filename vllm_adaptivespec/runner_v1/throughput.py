@@ -103,7 +103,8 @@ class ThroughputDrafter:
             speculation, limits = candidate.speculation, self._limits(candidate)
             usable.append(replace(candidate, limits=limits))
             pending = self.runner.root_position(candidate.request) - missing
-            views.append(DraftRequest(speculation.outcomes, 1.0 - speculation.rule.kappa, limits, pending))
+            remaining = self.runner.most_remaining(candidate.request, candidate.request_id)
+            views.append(DraftRequest(speculation.outcomes, 1.0 - speculation.rule.kappa, limits, pending, remaining))
         decoding = batch.num_reqs - int(np.count_nonzero(self.runner.discard_request_mask.np[: batch.num_reqs]))
         context = int(batch.num_tokens_no_spec[: batch.num_reqs].sum())
         taken = self.policy.participants(Batch(max(decoding, 1), context), views)
